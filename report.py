@@ -1,36 +1,37 @@
-"""One run, or several side by side, as one HTML page that says more than their logs do.
+"""Show one run, or compare several, on one HTML page, with figures that their logs only imply.
 
     python report.py runs/gpt-nano-1                         # writes report.html into the run
     python report.py runs/a runs/b runs/c --out compared.html
-    python report.py runs/a runs/b --loss 2.0                # and what each pays to reach this loss
+    python report.py runs/a runs/b --loss 2.0                # also compare costs to this loss
 
-From a step to a chart: in step 7 of a run, --ltd has its middle layer see 16 of the 256 tokens of
-each row.
+How a step becomes a point in a chart: in step 7 of a run, --ltd lets the middle layers see 16 of
+the 256 tokens of each row.
 
     1  log     {"event": "train", "step": 7, "consumed_tokens": 19712, "kept_tokens": 16, ...}
-               a line of log.jsonl: `Run.log_step`, with `Step.columns` and `Done` of that step
+               a line of log.jsonl, written by `Run.log_step` from `Step.columns` and `Done`
     2  column  steps["consumed_tokens"][6] == 19712.0, steps["kept_tokens"][6] == 16.0
-               read_run: an array a field, of those in COLUMNS and CHARTS, and each difficulty
+               read_run: an array for each field in COLUMNS and CHARTS, and for each difficulty
     3  curve   the point (19712, 16), in the colour of its recipe   curves_of
     4  chart   "Kept tokens of a row", against consumed tokens      charts_of, figure, plot
 
-The key of a chart in CHARTS is its field; a field that never changes gets none. Exceptions:
+A key of CHARTS is the field that its chart shows; a field that never changes gets no chart. These
+are special:
 
-    Training loss     loss, in bits per byte if all runs are GPTs whose tokens have the same mean
-                      bytes; of a single run with the held-out loss in it
-    Held-out loss     val_bpb of the "eval" lines; several runs also against real_tokens, flops and
-                      the sum of ms
-    Dropped           what layer_tokens lack of --layers times all positions, padding included
+    Training loss     loss, in bits per byte if all runs are GPTs with equal mean bytes per token;
+                      for a single run, together with its held-out loss
+    Held-out loss     val_bpb of the "eval" lines; for several runs also against real_tokens, flops
+                      and the sum of ms
+    Dropped           1 - layer_tokens / (--layers times all positions, including padding)
     Difficulty ...    each field difficulty_... that all runs have
-    numbered marks    the lines "stage", and "run" after the first
+    numbered marks    lines "stage", and lines "run" after the first
 
-A field of your own is drawn once it has a line in CHARTS.
+To plot a field of your own, add a line to CHARTS.
 
-Runs whose settings differ only in their seed are one recipe: one row of numbers, with their mean
-and spread, and one colour. Two seeds that end with 1.92 and 1.96 bits per byte are shown as 1.940
-(1.920 to 1.960). A loss is reached where the line between two evaluations crosses it first: 3.0
-after 100 tokens and 2.0 after 200 is 2.5 after 150. Only logs are read: no model, data or
-checkpoint. report.html holds the frame of a page and its colours, for light and dark.
+Runs whose settings differ only in the seed are one recipe: one row of numbers, with their mean and
+spread, and one colour. Two seeds that end at 1.92 and 1.96 bits per byte are shown as 1.940 (1.920
+to 1.960). A loss is reached where the line between two evaluations first crosses it: from 3.0 after
+100 tokens to 2.0 after 200, it reaches 2.5 after 150. Only logs are read: no model, data or
+checkpoint. report.html holds the frame of the page and its colours, for light and dark.
 """
 
 import math
@@ -53,11 +54,11 @@ from support.settings import PREFIXES, duration, flattened, real_number, setting
 from support.store import atomic_write
 
 FRAME = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
-# What a run spends, and a comparison may hold fixed. Time is that of the steps, without evaluations
-# and checkpoints
+# What a run spends, and what a comparison may hold fixed. Time is the time of the steps, without
+# evaluations and checkpoints.
 UNITS = {"consumed_tokens": "consumed tokens", "real_tokens": "raw tokens", "flops": "FLOPs"}
 UNITS |= {"seconds": "minutes"}
-# Column: title, unit, and what a value is multiplied by
+# {column: (title, unit, factor)}
 CHARTS = {
     "grad_norm": ("Gradient norm", "", 1),
     "lr": ("Learning rate", "", 1),
@@ -70,11 +71,12 @@ CHARTS = {
     "tokens_per_s": ("Raw tokens per second", "", 1),
     "mfu": ("MFU", "% of the peak", 100),
 }
-MEASURED = ("loss", "grad_norm", "padding_share", "ms", "tokens_per_s", "mfu")  # others: scheduled
+MEASURED = ("loss", "grad_norm", "padding_share", "ms", "tokens_per_s", "mfu")  # noisy: smoothed
 COLUMNS = ("step", "layer_tokens", "loss", "epochs", "consumed_tokens", "real_tokens", "flops")
-AXIS = "consumed_tokens"  # of charts
+AXIS = "consumed_tokens"  # horizontal axis of charts
 BITS = "bits per byte"
-SEEDS = {f"run.{name}" for name in ("seed", "out", "resume", "keep", "wandb")}  # no other recipe
+# settings in which runs of one recipe may differ
+SEEDS = {f"run.{name}" for name in ("seed", "out", "resume", "keep", "wandb")}
 SEEDS |= {"run.eval_every", "run.checkpoint_every"}
 
 
@@ -83,12 +85,12 @@ SEEDS |= {"run.eval_every", "run.checkpoint_every"}
 
 class RunLog(NamedTuple):
     folder: Path
-    lines: dict[str, list[dict]]  # by event: run, eval, stage, sample, ...; damaged ones are "torn"
-    steps: dict[str, np.ndarray]  # of the "train" lines: name -> (n,) float64, NaN where not logged
+    lines: dict[str, list[dict]]  # by event: run, eval, stage, sample, ...; "torn": damaged lines
+    steps: dict[str, np.ndarray]  # columns of the "train" lines: (n,) float64, NaN if not logged
 
     @property
     def settings(self) -> dict[str, object]:
-        """As of the last start."""
+        """The settings at the last start or resume."""
         return self.lines["run"][-1]["config"]
 
     @property
@@ -98,16 +100,19 @@ class RunLog(NamedTuple):
 
     @property
     def on_the_way(self) -> list[dict]:
-        """The evaluations before it, all on the same text; without any, the last one."""
+        """The evaluations before the end, all on the same text; if there is none, the final one."""
         return [line for line in self.lines["eval"] if not line["last"]] or self.lines["eval"]
 
     def at(self, column: str, step: float = math.inf) -> float:
-        """What a column that counts from 0 had reached after a step, or at the end."""
+        """The value of a cumulative column after a step, or at the end."""
         done = int(np.searchsorted(self.steps["step"], step, side="right"))
         return float(self.steps[column][done - 1]) if done else 0.0
 
     def text_of(self, line: dict) -> str:
-        """Example: on 32,768 tokens of the held-out text of the embedded corpus"""
+        """Describe the text of an evaluation.
+
+        Example: on 32,768 tokens of the held-out text of the embedded corpus
+        """
         masked = "masked " if self.settings["model.model"] == "bert" else ""
         stores = (self.settings["data.data"] or "the embedded corpus").split(",")
         names = ", ".join(Path(store).name for store in stores)
@@ -117,14 +122,14 @@ class RunLog(NamedTuple):
 def read_run(folder: Path) -> RunLog:
     """Read the log in the folder of a run.
 
-    Raises: ValueError for a folder without one
-    Cost:   15 µs a step on one core, and 2 KB of memory
+    Raises: ValueError for a folder without a log
+    Cost:   15 µs per step on one core, and 2 KB of memory
     """
     lines: dict[str, list[dict]] = defaultdict(list)
     for line in read_log(folder):
         lines[line["event"]].append(line)
     if not lines["run"]:
-        raise ValueError(f"{folder} holds no log.jsonl: name the folder of a run that has begun")
+        raise ValueError(f"{folder} holds no log.jsonl: name the folder of a run that has started")
     trains = lines.pop("train", [])
     found = {name for line in trains for name in line if name.startswith("difficulty_")}
     names = (*COLUMNS, *CHARTS, *sorted(found))
@@ -133,14 +138,14 @@ def read_run(folder: Path) -> RunLog:
     real, computed = (np.diff(steps[n], prepend=0.0) for n in ("real_tokens", "layer_tokens"))
     positions = real / (1 - steps["padding_share"])
     steps["positions"] = positions.cumsum()
-    # repeated context counts as computed, not as tokens
+    # Repeated context is in layer_tokens but not in real_tokens, so the share could fall below 0.
     full = lines["run"][-1]["config"]["model.layers"] * positions
     steps["dropped_share"] = (1 - computed / full).clip(min=0).round(4)
     return RunLog(folder, lines, steps)
 
 
 def recipes_of(logs: Sequence[RunLog]) -> dict[str, list[RunLog]]:
-    """Runs with the same settings but the seed together, in the order of their first runs."""
+    """Group runs whose settings differ only in the seed, in the order of their first runs."""
     groups: dict[str, list[RunLog]] = {}
     for log in logs:
         own = sorted((name, str(v)) for name, v in log.settings.items() if name not in SEEDS)
@@ -150,15 +155,15 @@ def recipes_of(logs: Sequence[RunLog]) -> dict[str, list[RunLog]]:
 
 
 def cost_to_reach(log: RunLog, loss: float) -> dict[str, float] | None:
-    """What a run spent, by the names of UNITS, until its held-out loss fell to so many bits a byte.
+    """What a run spent, in each of UNITS, until its held-out loss fell to so many bits per byte.
 
-    Returns: None if it never did; what its first evaluation took if that was there already
-    Example: 3.0 after 100 tokens and 2.0 after 200: 2.5 is reached after 150
+    Returns: None if it never did; the cost up to its first evaluation if that was already below
+    Example: from 3.0 after 100 tokens to 2.0 after 200, it reaches 2.5 after 150
     """
     lines = log.on_the_way
     for before, now in pairwise(lines[:1] + lines):
         if now["val_bpb"] <= loss:
-            losses = -before["val_bpb"], -now["val_bpb"]  # rising, as np.interp wants them
+            losses = -before["val_bpb"], -now["val_bpb"]  # np.interp needs rising values
             spent = {u: (log.at(u, before["step"]), log.at(u, now["step"])) for u in UNITS}
             return {u: float(np.interp(-loss, losses, ends)) for u, ends in spent.items()}
     return None
@@ -166,12 +171,12 @@ def cost_to_reach(log: RunLog, loss: float) -> dict[str, float] | None:
 
 # ---- charts
 
-SIZE = (420, 232)  # units of a chart with its axes; a page scales it as a whole
-LEFT, RIGHT, TOP, BOTTOM = 48, 12, 18, 38  # units around the plot
-COLORS = 6  # of report.html; further curves are dashed
-POINTS = 400  # of a drawn curve, about one for each pixel column of a phone
-PARTS = 50  # points of a smoothed curve at most, each the median of five steps or more
-HIGHEST = 0.98  # the share of measured values that an axis has room for
+SIZE = (420, 232)  # of a chart with its axes, in SVG units; the page scales the whole chart
+LEFT, RIGHT, TOP, BOTTOM = 48, 12, 18, 38  # margins around the plot
+COLORS = 6  # in report.html; further curves are dashed
+POINTS = 400  # most points of a drawn curve, about one for each pixel column of a phone
+PARTS = 50  # most points of a smoothed curve, each the median of five steps or more
+HIGHEST = 0.98  # the share of measured values for which the axis has room
 
 
 class Curve(NamedTuple):
@@ -179,7 +184,7 @@ class Curve(NamedTuple):
     x: np.ndarray  # (n,) ascending
     y: np.ndarray  # (n,)
     color: int = 0
-    kind: str = "line"  # line | faint | level | dots: with a dot at each point
+    kind: str = "line"  # line | faint | level | dots (a line with a dot at each point)
 
     @property
     def look(self) -> str:
@@ -196,11 +201,11 @@ def plot(
     x_ticks: Sequence[tuple[float, str]] = (),
     size: tuple[int, int] = SIZE,
 ) -> str:
-    """An SVG of curves, each with at least a point.
+    """Draw curves as an SVG; each has at least one point.
 
-    Args: highest what lies above it is drawn at the upper edge
-          marks   numbered places on the horizontal axis
-          x_ticks its ticks, from the first one on; without them it begins at 0
+    Args: highest values above this are drawn at the upper edge
+          marks   values of x to mark with numbered vertical lines
+          x_ticks ticks of the horizontal axis, which then starts at the first; else it starts at 0
     """
     bottom, right = size[1] - BOTTOM, size[0] - RIGHT
     xs, ys = (np.concatenate([curve[field] for curve in curves]) for field in (1, 2))
@@ -210,7 +215,7 @@ def plot(
     y_ends = (low if from_zero else low - room, high + room)
 
     def place(x: np.ndarray | float, y: np.ndarray | float) -> tuple[np.ndarray, np.ndarray]:
-        """In the picture; at its edge, what is beyond an axis."""
+        """Convert values to SVG units; values beyond an axis are moved to its end."""
         return np.interp(x, x_ends, (LEFT, right)), np.interp(y, y_ends, (bottom, TOP))
 
     line = '<line class="{}" x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}"/>'.format
@@ -231,14 +236,14 @@ def plot(
         ends = f"{curve.label}: from {curve.y[0]:.4g} to {curve.y[-1]:.4g}"
         parts.append(f'<g class="{curve.look}"><title>{escape(ends)}</title>')
         parts.append(f'<polyline points="{" ".join(points)}"/>')
-        if curve.kind == "dots" or len(points) == 1:  # a single point makes no line
+        if curve.kind == "dots" or len(points) == 1:  # one point makes no line
             parts += ['<circle cx="{}" cy="{}" r="3"/>'.format(*p.split(",")) for p in points]
         parts.append("</g>")
     return "\n".join([*parts, "</svg>"])
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[tuple[float, str]]:
-    """Round numbers between two, with their texts.
+    """Choose round numbers between two numbers, with their labels.
 
     Example: 0 to 61440 -> (0, "0"), (20000, "20 K"), (40000, "40 K"), (60000, "60 K")
     """
@@ -252,28 +257,28 @@ def ticks(low: float, high: float, about: int = 5) -> list[tuple[float, str]]:
 
 
 def thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """At most POINTS of the points, evenly spaced, the last one included."""
+    """Keep at most POINTS points, evenly spaced, including the last."""
     keep = np.unique(np.linspace(0, len(x) - 1, POINTS).astype(int)) if len(x) else []
     return x[keep], y[keep]
 
 
 def medians(x: np.ndarray, y: np.ndarray, parts: int) -> tuple[np.ndarray, np.ndarray]:
-    """The median of each of so many parts, at the x of the value in its middle.
+    """Divide a curve into parts; return the x in the middle of each, and the median of its y.
 
-    Example: x = [0, 1, 2, 3, 4, 5] and y = [3, 1, 2, 9, 8, 7] in 2 -> [1, 4] and [2, 8]
+    Example: x = [0, 1, 2, 3, 4, 5] and y = [3, 1, 2, 9, 8, 7] in 2 parts -> [1, 4] and [2, 8]
     """
     stretches = np.array_split(np.arange(len(x)), parts)
     middles = [stretch[len(stretch) // 2] for stretch in stretches]
     return x[middles], np.array([np.median(y[stretch]) for stretch in stretches])
 
 
-# ---- the parts of a page
+# ---- parts of the page
 
 Runs = list[tuple[RunLog, str, int]]  # each with the name and the colour of its recipe
 
 
 def curves_of(runs: Runs, column: str, scale: float) -> list[Curve]:
-    """A column of every run; of what is measured the median of every few steps."""
+    """Plot a column of every run; measured ones are smoothed, to a median of every few steps."""
     curves = []
     for log, label, color in runs:
         y = scale * log.steps[column]
@@ -289,8 +294,9 @@ def curves_of(runs: Runs, column: str, scale: float) -> list[Curve]:
 
 
 def held_out_curves(runs: Runs, unit: str) -> list[Curve]:
-    """The held-out loss of every run against one of UNITS, seconds as minutes; the evaluation at
-    the end, mostly on other text, is a dot that no line leads to.
+    """Plot the held-out loss of every run against one of UNITS, with seconds shown as minutes.
+
+    The final evaluation usually covers more text, so it is a separate dot.
     """
     curves, scale = [], 1 / 60 if unit == "seconds" else 1
     for log, label, color in runs:
@@ -302,7 +308,7 @@ def held_out_curves(runs: Runs, unit: str) -> list[Curve]:
 
 
 def figure(title: str, unit: str, curves: list[Curve], x_unit: str, **look: object) -> str:
-    """A chart under its title and legend; "" if there is nothing to draw. `look` is of `plot`."""
+    """Put a chart under its title and legend; "" if it is empty. `look` is passed to `plot`."""
     curves = [curve for curve in curves if len(curve.x)]
     if not curves:
         return ""
@@ -314,7 +320,7 @@ def figure(title: str, unit: str, curves: list[Curve], x_unit: str, **look: obje
 
 
 def unit_of_loss(logs: list[RunLog]) -> tuple[str, float]:
-    """In what the training loss is drawn, and a nat of it."""
+    """Choose the unit of the training loss, and the factor that converts nats to it."""
     is_gpt = all(log.settings["model.model"] == "gpt" for log in logs)  # a BERT has other targets
     bytes_per_token = {log.lines["run"][-1].get("bytes_per_token") for log in logs}
     if is_gpt and len(bytes_per_token) == 1 and None not in bytes_per_token:
@@ -323,8 +329,9 @@ def unit_of_loss(logs: list[RunLog]) -> tuple[str, float]:
 
 
 def charts_of(runs: Runs, loss: float | None, marks: list[float]) -> list[str]:
-    """Held-out and training loss, the columns of CHARTS, difficulties; what never changes is left
-    out.
+    """Draw held-out and training loss, the columns of CHARTS, and difficulties.
+
+    Columns that never change are left out.
     """
     logs = [log for log, *_ in runs]
     drawn = []
@@ -333,7 +340,7 @@ def charts_of(runs: Runs, loss: float | None, marks: list[float]) -> list[str]:
         if loss is not None:
             ends = np.array([0.0, max(curve.x.max(initial=0) for curve in curves)])
             curves.append(Curve(f"{loss:.3f}", ends, np.full(2, loss), kind="level"))
-        about = f"{BITS}, lower is better; the single dot: on more text, at the end"
+        about = f"{BITS}, lower is better; single dot: final evaluation, on more text"
         drawn.append(figure("Held-out loss", about, curves, x_unit, marks=marks))
     shown = {"loss": ("Training loss", *unit_of_loss(logs))} | CHARTS
     for name in logs[0].steps:
@@ -354,7 +361,7 @@ def charts_of(runs: Runs, loss: float | None, marks: list[float]) -> list[str]:
 
 
 def with_seeds(values: list[float], digits: int) -> str:
-    """The mean, with the least and the most over seeds: [1.0, 1.2] -> "1.10 (1.00 to 1.20)" """
+    """The mean over seeds, with minimum and maximum: [1.0, 1.2] -> "1.10 (1.00 to 1.20)" """
     if not values:
         return "–"
     ends = f" ({min(values):.{digits}f} to {max(values):.{digits}f})" if len(values) > 1 else ""
@@ -366,11 +373,11 @@ def cell(value: str, detail: str) -> str:
 
 
 def facts(logs: list[RunLog]) -> dict[str, str]:
-    """What matters first of a recipe, as cells of a table: the means over its runs."""
+    """The main results of a recipe, as cells of a table: means over its runs."""
     settings, ended = logs[0].settings, [log for log in logs if log.final]
     evals = [(log, log.final or log.on_the_way[-1]) for log in ended or logs if log.lines["eval"]]
     texts = {log.text_of(line) for log, line in evals}
-    text = texts.pop() if len(texts) == 1 else "on texts that differ" * bool(texts)
+    text = texts.pop() if len(texts) == 1 else "on different texts" * bool(texts)
     loss = with_seeds([line["val_bpb"] for _, line in evals], 3)
     mean = {name: statistics.mean(log.at(name) for log in logs) for name in logs[0].steps}
     positions, seconds = (mean[name] or math.nan for name in ("positions", "seconds"))
@@ -384,7 +391,7 @@ def facts(logs: list[RunLog]) -> dict[str, str]:
         "Held-out loss": cell(loss, f"bits per byte {'at the end ' * bool(ended)}{text}"),
         "Dropped": cell(f"{dropped:.1%}", "of layer-tokens"),
         "Padding": cell(f"{1 - mean['real_tokens'] / positions:.1%}", "of positions"),
-        "Where it stands": cell(state, f"step {mean['step']:,.0f}{damaged}"),
+        "Progress": cell(state, f"step {mean['step']:,.0f}{damaged}"),
         "Consumed tokens": cell(short(mean[AXIS]), f"of {short(settings['optim.tokens'])}"),
         "Raw tokens": cell(short(mean["real_tokens"]), f"{mean['epochs']:.3g} epochs"),
         "FLOPs": cell(short(mean["flops"], "FLOP"), "of matrix products"),
@@ -393,7 +400,7 @@ def facts(logs: list[RunLog]) -> dict[str, str]:
 
 
 def costs(logs: list[RunLog], first: list[RunLog], loss: float) -> dict[str, str]:
-    """What a recipe's runs spent until they reached a loss, as a ratio to the first's mean."""
+    """What a recipe's runs spent to reach a loss, relative to the mean of the first recipe."""
     own, base = ([c for log in runs if (c := cost_to_reach(log, loss))] for runs in (logs, first))
     cells = {"reached": f"{len(own)} of {len(logs)}"}
     for unit, name in UNITS.items():
@@ -408,7 +415,7 @@ def costs(logs: list[RunLog], first: list[RunLog], loss: float) -> dict[str, str
 
 
 def events_of(log: RunLog) -> list[tuple[int, str]]:
-    """After which steps a run went on after a stop, or --pseudo changed its model, in words."""
+    """The steps after which a run was resumed, or --pseudo changed its model, with descriptions."""
     events = [(s["resumed_at"], f"resumed with commit {s['commit']}") for s in log.lines["run"][1:]]
     for line in log.lines["stage"]:
         used = " ".join("." if owner < 0 else str(owner) for owner in line["owners"])
@@ -417,7 +424,7 @@ def events_of(log: RunLog) -> list[tuple[int, str]]:
 
 
 def differing(settings: dict[str, dict]) -> dict[str, dict[str, str]]:
-    """The settings that are not the same in all, by their flags."""
+    """For each recipe, the settings that are not the same in all recipes, {flag: value}."""
     flags = {name: setting.flag for name, setting in settings_of(config.Config).items()}
     names = dict.fromkeys(name for one in settings.values() for name in one)
     differ = [n for n in names if len({str(one.get(n)) for one in settings.values()}) > 1]
@@ -428,7 +435,7 @@ def differing(settings: dict[str, dict]) -> dict[str, dict[str, str]]:
 
 
 def table(rows: dict[str, dict[str, str]], turned: bool = False) -> str:
-    """Each row's cells by their columns, as HTML; turned, each row is a column."""
+    """Make an HTML table of rows {name: {column: cell}}; if turned, each row becomes a column."""
     if not any(rows.values()):
         return ""
     lines = [
@@ -444,17 +451,17 @@ def table(rows: dict[str, dict[str, str]], turned: bool = False) -> str:
 
 
 def loss_to_reach(first: list[RunLog]) -> float | None:
-    """The last held-out loss of the first recipe, which each of its seeds reaches."""
+    """The highest of the last held-out losses of the first recipe, which all its seeds reach."""
     if all(log.lines["eval"] for log in first):
         return max(log.on_the_way[-1]["val_bpb"] for log in first)
     return None
 
 
 def summary(logs: list[RunLog], loss: float | None = None) -> str:
-    """What a terminal shows: how each recipe ends, and what it pays for the first one's loss.
+    """Describe for a terminal how each recipe ends, and what it spends to reach the first's loss.
 
-    Example: runs/b: 1.538 (bits per byte at the end, on ...); 1.541 is reached by 3 of 3 runs in
-             0.62 (2 min) of the time of runs/a
+    Example: runs/b: 1.538 (bits per byte at the end on ...); 3 of 3 runs reach 1.541 in 0.62
+             (0:02:00) of the time of runs/a
     """
     recipes, lines = recipes_of(logs), []
     name_of_first, first = next(iter(recipes.items()))
@@ -463,7 +470,7 @@ def summary(logs: list[RunLog], loss: float | None = None) -> str:
         line = f"{name}: {facts(runs)['Held-out loss']}"
         if loss and runs is not first:
             cost = costs(runs, first, loss)
-            line += f"; {loss:.3f} is reached by {cost['reached']} runs"
+            line += f"; {cost['reached']} runs reach {loss:.3f}"
             if not cost["reached"].startswith("0"):
                 line += f" in {cost[UNITS['seconds']]} of the time of {name_of_first}"
         lines.append(line)
@@ -471,7 +478,7 @@ def summary(logs: list[RunLog], loss: float | None = None) -> str:
 
 
 def page(logs: list[RunLog], loss: float | None = None) -> str:
-    """The HTML; `loss` is the one by whose cost several runs are compared."""
+    """Make the HTML page; `loss` is the one to which the costs of several runs are compared."""
     recipes = recipes_of(logs)
     one, first = len(logs) == 1, next(iter(recipes.values()))
     if not one and loss is None:
@@ -502,7 +509,7 @@ def page(logs: list[RunLog], loss: float | None = None) -> str:
 
 
 def write(*folders: Path, out: Path | None = None, loss: float | None = None) -> Path:
-    """Write the page about these runs: without `out` into the folder of a single one.
+    """Write a page about these runs to `out` (default: report.html, for one run in its folder).
 
     Raises: ValueError if there is no log, or the file cannot be written
     """
@@ -517,7 +524,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = Parser(prog="report.py", description="Show a run, or compare several.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--out", type=Path, help="file to write (default: report.html)")
-    parser.add_argument("--loss", type=real_number, help="bits per byte whose cost is compared")
+    parser.add_argument("--loss", type=real_number, help="compare costs to these bits per byte")
     args = parser.parse_args(argv)
     if len({folder.resolve() for folder in args.runs}) < len(args.runs):
         raise ValueError("a run is named twice: name each run once")

@@ -162,7 +162,7 @@ def test_a_torn_line_is_left_out_and_counted_and_absent_fields_are_nan(make, log
     lines[1]["mfu"] = None
     del lines[2]["mfu"]
     damaged = read_run(written(make("b"), [*lines, '{"event": "tra']))
-    assert "without 1 damaged line" in report.facts([damaged])["Where it stands"]
+    assert "without 1 damaged line" in report.facts([damaged])["Progress"]
     assert np.isnan(damaged.steps["mfu"]).tolist() == [True, True, False, False]
     assert np.isnan(damaged.steps["pool"]).all()
     for name in log.steps.keys() - {"mfu"}:
@@ -222,7 +222,7 @@ def test_the_end_on_more_text_is_a_dot_and_a_terminal_gets_the_result(make, caps
     report.main([str(a), str(b), "--out", str(a / "both.html")])
     one, two, _ = capsys.readouterr().out.splitlines()
     assert one.startswith(f"{a}: 1.510 (bits per byte at the end on 90 tokens of")
-    assert two.endswith(f"; 1.500 is reached by 1 of 1 runs in 0.50 (0.2 s) of the time of {a}")
+    assert two.endswith(f"; 1 of 1 runs reach 1.500 in 0.50 (0.2 s) of the time of {a}")
 
 
 def test_a_real_run(log_of, tmp_path, capsys):
