@@ -1,24 +1,26 @@
-"""What a BERT has to guess: tokens that are hidden from it, and whether two texts belong together.
+"""BERT's two training tasks: predict masked tokens, and say whether two texts belong together.
 
-Masks. In each document by itself 15 % of the tokens are chosen, however documents are packed.
+Masks. In each document 15 % of the tokens are chosen, regardless of how documents are packed.
 
-Pairs (--nsp). A piece of a document is cut in two. In half of the pairs the second part is that of
-another piece:
+Pairs (--nsp). A piece of a document is cut into two parts. In half of the pairs, the second part
+comes from another piece:
 
     piece    a a a a b b b b        c c c d d d d         two pieces of the store
-    halves   a a a a|b b b b        c c c|d d d d         second parts of similar length
+    parts    a a a a|b b b b        c c c|d d d d         second parts of similar length
     pairs    a a a a|d d d d  no    c c c|b b b b  no     or both stay as they were: yes, yes
 
-A foreign part of random length would give itself away, because most pieces fill a row. So second
-parts are sorted by length, neighbours are cut to the shorter of the two, and a coin decides whether
-they trade places. The answer is then independent of every length, no text is read twice, and
-neighbours differ by a few tokens only. Pieces of one token have no second part; nor has one random
-piece if their number is odd. Two copies of the same piece never trade.
+If a foreign part had a random length, its length would give the answer away, because most pieces
+fill a row. So second parts are sorted by length, neighbours are cut to the shorter of the two, and
+a coin decides whether they trade places. Then the answer is independent of all lengths, no text is
+read twice, and little is cut off, because neighbours differ by only a few tokens. A piece of one
+token has no second part. If the number of pieces with two parts is odd, one random piece keeps
+all its tokens in the first part. A piece that is drawn several times is cut and paired anew each
+time.
 
-Paper: Devlin et al., arXiv 1810.04805, section 3.1. There a part of a pair is some sentences, and
-segment embeddings tell the parts apart; here it is cut at any token, and [SEP] does.
+Paper: Devlin et al., arXiv 1810.04805, section 3.1. In the paper, a part is a few sentences, and
+segment embeddings tell the parts apart; here a piece is cut at any token, and [SEP] separates them.
 
-plan.py makes pairs before it packs (`Plan.rows_of`); data.py hides tokens once it has read a rank's
+plan.py makes pairs before it packs (`Plan.rows_of`). data.py masks tokens when it reads a rank's
 rows (`batch_of`).
 
     python train.py --model bert --nsp --pack
@@ -35,11 +37,11 @@ from kernels.cross_entropy import IGNORE
 from model import Batch
 from support.clock import bits, seed_of
 
-MASKED = 0.15  # of a document's tokens
+MASKED = 0.15  # share of a document's tokens
 
 
 class SpecialIds(NamedTuple):
-    """The token ids that only a BERT needs; those of text are 0..text_ids - 1."""
+    """The token ids that only a BERT needs; text has the ids 0..text_ids - 1."""
 
     cls: int
     sep: int
@@ -56,26 +58,27 @@ class SpecialIds(NamedTuple):
 
 
 def masked_tokens(tokens: np.ndarray) -> np.ndarray:
-    """How many tokens a BERT predicts in documents of these lengths: at least one of each.
+    """Return how many tokens a BERT predicts in documents of these lengths: at least one in each.
 
-    A function of lengths alone, so that a rank knows all ranks' count without their rows.
+    The count depends on lengths alone, so a rank knows it for all ranks without reading their rows.
     """
     return np.maximum(np.floor(MASKED * tokens + 0.5).astype(np.int64), 1)
 
 
 def mask_tokens(batch: Batch, bits: Tensor, special_ids: SpecialIds) -> Batch:
-    """Choose 15 % of each document to predict: 80 % become [MASK], 10 % another token, 10 % stay.
+    """Choose 15 % of each document to predict: 80 % become [MASK], 10 % a random token, 10 % stay.
 
     Paper:   Devlin et al., arXiv 1810.04805, section 3.1 and appendix A.1
-    Args:    bits (2, B, T) int64 random bits: which tokens are chosen, and what becomes of each
-    Returns: the batch with masked tokens, and targets that are IGNORE where nothing is masked
+    Args:    bits (2, B, T) int64 random bits: the first decide which tokens are chosen, the second
+                  what each of them becomes
+    Returns: the batch with masked tokens, and targets that are IGNORE at all other positions
     """
     B, T = batch.targets.shape
     doc_ids = batch.with_documents().doc_ids
-    document = (torch.arange(B)[:, None] * T + doc_ids).flatten()  # no two rows share a number
+    document = (torch.arange(B)[:, None] * T + doc_ids).flatten()  # unique across rows
     text = (batch.targets != IGNORE).flatten().nonzero().flatten()  # (n,)
     order = bits[0].flatten()[text].argsort()
-    order = order[document[text][order].argsort(stable=True)]  # by document, at random in each
+    order = order[document[text][order].argsort(stable=True)]  # by document, shuffled within each
     _, counts = document[text].unique_consecutive(return_counts=True)
     rank = torch.arange(len(text)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
     chosen = torch.from_numpy(masked_tokens(counts.numpy()))
@@ -95,34 +98,35 @@ def mask_tokens(batch: Batch, bits: Tensor, special_ids: SpecialIds) -> Batch:
 
 
 class Pairs(NamedTuple):
-    """Pieces (start, stop) of the store read as pairs: stop - start tokens in all."""
+    """How pieces (start, stop) of the store are read as pairs of stop - start tokens in all."""
 
-    first: np.ndarray  # (n,) tokens of the first part, which begins at start
-    second: np.ndarray  # (n,) where the second part begins; it has the remaining tokens
+    first: np.ndarray  # (n,) length of the first part, which begins at start
+    second: np.ndarray  # (n,) position of the second part, which has the remaining tokens
 
     def take(self, numbers: np.ndarray) -> "Pairs":
         return Pairs(self.first[numbers], self.second[numbers])
 
     def answers(self, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """(n,) 0 if the second part follows the first, 1 if it is foreign, IGNORE if there is none.
+        """Return (n,) answers: 0 if the second part belongs, 1 if it is foreign, IGNORE if none.
 
-        The published BERT has the same numbers.
+        The published BERT uses the same numbers.
         """
         foreign = (self.second != start + self.first).astype(np.int64)
         return np.where(stop - start > self.first, foreign, IGNORE)
 
 
 def sentence_pairs(spans: np.ndarray, *key: object) -> tuple[np.ndarray, Pairs]:
-    """Cut pieces in two, and let half of the second parts of similar length trade places.
+    """Cut pieces in two, and swap the second parts in half of the pairs of similar length.
 
-    The first part has a quarter to three quarters of a piece. The random numbers of a piece are a
-    hash of the key, of where it begins in the store and of how often it has come before, so the
-    same pieces make the same pairs in whatever order they come.
+    The first part is a quarter to three quarters of a piece. The random numbers of a piece are a
+    hash of the key, of where the piece begins in the store, and of how often it has come before.
+    So the same pieces make the same pairs in whatever order they come.
 
-    Args:    spans (n, 2) pieces of the store; key of the random numbers
+    Args:    spans (n, 2) pieces of the store
+             key   of the random numbers
     Returns: spans (n, 2) with ends cut, and their pairs
-    Example: pieces of 8 and 7 tokens cut into 4 + 4 and 3 + 4 trade whole second parts; cut into
-             4 + 4 and 4 + 3, the second parts keep 3 tokens each, and one token is not read
+    Example: pieces of 8 and 7 tokens cut into 4 + 4 and 3 + 4 swap whole second parts; cut into
+             4 + 4 and 4 + 3, both second parts get 3 tokens, and one token is not read
     """
     start, stop = spans.T
     length = stop - start
@@ -149,7 +153,7 @@ def sentence_pairs(spans: np.ndarray, *key: object) -> tuple[np.ndarray, Pairs]:
 
 
 def occurrences(values: np.ndarray) -> np.ndarray:
-    """How often each value has come before: [7, 3, 7, 7] -> [0, 0, 1, 2]"""
+    """Count for each value how often it has come before: [7, 3, 7, 7] -> [0, 0, 1, 2]"""
     order = np.argsort(values, kind="stable")
     firsts = np.searchsorted(values[order], values[order])
     before = np.empty(len(values), np.int64)
