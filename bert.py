@@ -116,7 +116,7 @@ class Pairs(NamedTuple):
 
 
 def sentence_pairs(spans: np.ndarray, *key: object) -> tuple[np.ndarray, Pairs]:
-    """Cut pieces in two, and swap the second parts in half of the pairs of similar length.
+    """Cut pieces in two, and swap second parts of similar length in half of the cases.
 
     The first part is a quarter to three quarters of a piece. The random numbers of a piece are a
     hash of the key, of where the piece begins in the store, and of how often it has come before.

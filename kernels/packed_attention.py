@@ -1,22 +1,23 @@
-"""Attention in rows of several documents, at the cost of the documents, not of the rows.
+"""Attention in packed rows, whose cost depends on the lengths of the documents, not of the rows.
 
-A token sees only its own document, and no later token if causal; padding sees nothing, and its
-output and gradients are zero. In reading order: the definition; the index that all layers of a
-batch share; the operator, which torch.compile does not trace into; the choice of an implementation;
-the public function.
+A token attends only to its own document and, if causal, to no later token. Padding attends to
+nothing, and its output and gradients are zero. In reading order: the definition; the index that all
+layers of a batch share; the operator, which torch.compile does not trace into; the choice of an
+implementation; the public function.
 
     documents = index_of(doc_ids, causal, impl)              # once per batch
     y = packed_attention(q, k, v, documents)                 # in every layer
 
-    dense   torch's attention under a (T, T) mask: every score of a row is computed
-    groups  on a CPU: documents of similar length at a time (attention_groups.py)
-    triton  on a GPU: tiles of queries against the tiles of keys that their documents reach
-            (attention_tiles.py)
+    dense   torch's attention under a (T, T) mask: computes every score of a row
+    groups  on a CPU: batches documents of similar length (attention_groups.py)
+    triton  on a GPU: multiplies tiles of queries only with the tiles of keys that their documents
+            reach (attention_tiles.py)
 
-Does not handle positions, or heads that share keys. Only dense has dropout of scores.
+Positions, and heads that share keys, are handled elsewhere (model.py). Only dense has dropout of
+scores.
 
-Papers: Dao, arXiv 2307.08691 (tiles, and a backward pass that computes scores again); packing
-without seeing each other: Krell et al., arXiv 2107.02027, section 3.2.
+Papers: Dao, arXiv 2307.08691 (tiles, and a backward pass that recomputes scores); Krell et al.,
+arXiv 2107.02027, section 3.2 (packed sequences that do not attend to each other).
 
     python bench/operators.py attention
 """
@@ -36,20 +37,22 @@ from kernels.triton_here import check_impl, why_not
 
 IMPLS = {
     "dense": "under a mask of each row's documents",
-    "groups": "documents of like length at a time",
-    "adaptive": "documents of like length together or a mask over all, whichever is less work",
-    "triton": "in tiles that end with their documents",
+    "groups": "in batches of documents of similar length",
+    "adaptive": "in batches of documents of similar length or under a mask, whichever is less work",
+    "triton": "in tiles, skipping those that no document reaches",
 }
 
-# Not cuDNN, which torch prefers on an H100: under a mask and with T % 128 = 64, which kept tokens
-# can have, its gradients of queries may be NaN in torch 2.11 to 2.13 (pytorch/pytorch#196678).
+# cuDNN is left out, although torch prefers it on an H100: in torch 2.11 to 2.13 its gradients of
+# queries may be NaN under a mask if T % 128 = 64, which happens when tokens are dropped
+# (pytorch/pytorch#196678).
 UNDER_A_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def attention_mask(doc_ids: Tensor, causal: bool) -> Tensor:
-    """Which tokens a token may attend to: those of its document, and no later ones if `causal`.
+    """Mark which tokens a token may attend to: its own document's, and no later ones if `causal`.
 
-    Padding sees only itself (a softmax over nothing is NaN), and no other token sees padding.
+    A padding token attends only to itself (a softmax over nothing is NaN), and no other token
+    attends to padding.
 
     Args:    doc_ids (B, T) int64, -1 on padding
     Returns: (B, 1, T, T) bool, True where the query of the row may attend to the key of the column
@@ -66,7 +69,7 @@ def attention_mask(doc_ids: Tensor, causal: bool) -> Tensor:
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, causal: bool) -> Tensor:
-    """The definition, in the dtype of q."""
+    """Compute attention by its definition, in the dtype of q."""
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
     hidden = ~attention_mask(doc_ids, causal)
     weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
@@ -75,19 +78,19 @@ def reference(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, causal: bool) ->
 
 
 class Documents(NamedTuple):
-    """Where the documents of a batch lie, in the form `impl` needs; all layers share it."""
+    """Where the documents of a batch are, in the form that `impl` needs; all layers share it."""
 
     impl: str  # dense | groups | triton
     causal: bool
-    # dense: the mask and, except on a CPU, where padding is; groups: slots and calls; triton: start
-    # and end
+    # dense: (mask,) on a CPU, else (mask, padding); groups: (slots, calls); triton: (start, end)
     index: tuple[Tensor, ...]
 
 
 def index_of(doc_ids: Tensor, causal: bool, impl: str) -> Documents:
-    """Find where the documents of a batch lie.
+    """Index the documents of a batch.
 
-    Args:    doc_ids (B, T) int64, equal within a document, whose tokens are adjacent; -1 on padding
+    Args:    doc_ids (B, T) int64: the same number on all tokens of a document, which are adjacent;
+                     -1 on padding
              impl    dense | groups | adaptive | triton, from `chosen_impl`
     Cost:    dense writes B T T bytes, the others a few arrays of B T; no loop over documents, and
              on a GPU no synchronisation
@@ -103,15 +106,15 @@ def index_of(doc_ids: Tensor, causal: bool, impl: str) -> Documents:
     mask = attention_mask(doc_ids, causal)  # (B, 1, T, T)
     padding = doc_ids < 0  # (B, T)
     if doc_ids.device.type == "cpu":
-        # Attention there adds numbers to scores, and would convert bools again in every layer.
-        # Padding may see nothing, which makes its output and gradients zero.
+        # CPU attention adds the mask to the scores, and would convert a bool mask in every layer.
+        # It allows a row of -inf, so padding attends to nothing: output and gradients are zero.
         seen = mask & ~padding[:, None, None]
         return Documents("dense", causal, (torch.where(seen, 0.0, -torch.inf),))
     return Documents("dense", causal, (mask, padding))
 
 
 def bounds(doc_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The first and one-past-last position of each token's document, (B, T) int32 each.
+    """Return the first and one-past-last position of each token's document, (B, T) int32 each.
 
     For padding they are T and 0, an empty range.
 
@@ -133,19 +136,19 @@ FILES = {"groups": attention_groups, "triton": attention_tiles}
 def attend(
     q: Tensor, k: Tensor, v: Tensor, index_1: Tensor, index_2: Tensor, causal: bool, impl: str
 ) -> tuple[Tensor, Tensor]:
-    """The output, and the log-sum-exp of the scores, which the backward pass needs."""
+    """Return the output, and the log-sum-exp of the scores, which the backward pass needs."""
     return FILES[impl].forward(q, k, v, index_1, index_2, causal)
 
 
 def attend_backward(
     dout: Tensor, saved: Sequence[Tensor], causal: bool, impl: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v; `saved` is these, the results of `attend`, and the index."""
+    """Return the gradients of q, k and v; `saved` is q, k, v, `attend`'s results and the index."""
     return FILES[impl].backward(dout, saved, causal)
 
 
-# The same as operators, which torch.compile does not trace into: it only asks for the shapes of
-# their results. Outside compiled code they cost 0.1 ms more than the functions.
+# The same two functions as operators. torch.compile does not trace into an operator, it only asks
+# for the shapes of the results. In uncompiled code operators cost 0.1 ms more than the functions.
 attend_op = torch.library.custom_op("parsimony::packed_attention", attend, mutates_args=())
 attend_backward_op = torch.library.custom_op(
     "parsimony::packed_attention_backward", attend_backward, mutates_args=()
@@ -192,13 +195,13 @@ def chosen_impl(
     Args: device   cpu | cuda | another device type of torch
           dtype    of queries, keys and values
           dropout  of scores, in training
-          compiled whether blocks are: adaptive would compile both of its forms
+          compiled whether blocks are compiled: adaptive would compile both of its forms
     """
     if dropout:
         return "dense"
     if device == "cpu":
         return "groups" if compiled else "adaptive"
-    # matrix units do not keep the precision of float32
+    # only bf16, because matrix units do not keep the precision of float32
     tiled = dtype == torch.bfloat16 and head_width in attention_tiles.HEAD_WIDTHS
     return "triton" if tiled and why_not(device) is None else "dense"
 
@@ -206,16 +209,16 @@ def chosen_impl(
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents, dropout: float = 0.0
 ) -> Tensor:
-    """Attention of each token to its own document.
+    """Let each token attend to its own document.
 
-    Args:    q, k, v   (B, T, H, D) float, of any strides
-             documents of this batch, by `index_of`
+    Args:    q, k, v   (B, T, H, D) float, with any strides
+             documents of this batch, from `index_of`
              dropout   probability to drop a weight; above 0 only with impl dense
     Returns: (B, T, H, D), zero on padding
-    Raises:  ValueError for shapes that do not fit, and for dropout with another impl than dense
-    Cost:    dense 12 H D T T FLOPs per row, forward and backward; the others 12 H D sum(l l) over
-             its documents' lengths l, plus two products in triton's backward pass; half of that if
-             causal, except in tiles on the diagonal
+    Raises:  ValueError for shapes that do not fit, and for dropout with any impl but dense
+    Cost:    forward and backward, dense takes 12 H D T T FLOPs per row. The others take 12 H D
+             sum(l l) over the lengths l of the row's documents, plus two more products in the
+             backward pass of triton, and half of that if causal, except for tiles on the diagonal
     """
     if q.ndim != 4 or not q.shape == k.shape == v.shape:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
@@ -227,7 +230,7 @@ def packed_attention(
             attention_tiles.check(q)
         return PackedAttention.apply(q, k, v, documents)
     mask, *padding = documents.index
-    if not padding:  # a CPU's mask, which is added
+    if not padding:  # on a CPU the mask is added to the scores
         mask = mask.to(q.dtype)
     heads_first = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D) each
     with sdpa_kernel(UNDER_A_MASK) if padding else nullcontext():

@@ -1,20 +1,20 @@
-"""The data movement of random layerwise token dropping: take kept tokens out, put outputs back.
+"""The copies of random layerwise token dropping: take kept tokens out, put the outputs back.
 
-In reading order: the definitions in plain PyTorch; two Triton kernels, one that takes the kept rows
-and one that writes every row from one of two sources; their launches, beside the same in PyTorch;
-the gradients; and the two functions that a layer which drops tokens calls:
+In reading order: the definitions in plain PyTorch; two Triton kernels, one that gathers the kept
+rows and one that writes every row from one of two sources; their launches, next to the same in
+PyTorch; the gradients; and the two functions that a layer with token dropping calls:
 
     kept_states, rest = split(x, kept)               x = [a b c d], kept = [1 3] -> [b d]
     x = merge(rest, kept, block(kept_states))        block's output [B D]        -> [a B c D]
 
-On a GPU each is one launch forward and one backward, and every hidden state is read once and
-written once: nothing is filled with zeros first, and autograd sums nothing. Both are exact copies,
-and so are their gradients.
+On a GPU each function is one launch forward and one backward, and every hidden state is read once
+and written once: nothing is filled with zeros first, and autograd sums nothing. Both functions are
+exact copies, and so are their gradients.
 
-Does not choose which tokens are kept, and knows nothing of positions and masks: see ltd.py.
+Which tokens are kept is decided in ltd.py; this file knows nothing of positions and masks.
 
-Paper: Yao et al., arXiv 2211.11586, section 3. DeepSpeed's CUDA kernels for this, csrc/random_ltd,
-stop at rows of 2,048 tokens (token_sort.cu); these take rows of any length.
+Paper: Yao et al., arXiv 2211.11586, section 3. DeepSpeed's CUDA kernels for it, csrc/random_ltd,
+are limited to rows of 2,048 tokens (token_sort.cu); these take rows of any length.
 
     python bench/operators.py copies    # time, spread, bytes, percent of the peak
 """
@@ -29,28 +29,28 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from kernels.triton_here import check_impl, tl, triton, why_not
 
 IMPLS = ("auto", "torch", "triton")
-# A program copies enough bytes to hide the latency of memory: each of 32 threads in 4 warps has 4
-# accesses of the widest kind in flight.
+# A program copies enough bytes to hide the latency of memory: in each of 4 warps, each of 32
+# threads has 4 accesses of the widest kind in flight.
 ACCESS_BYTES = 16
 WARPS = 4
 TILE_BYTES = WARPS * 32 * 4 * ACCESS_BYTES
 
 
 def reference_gather(x: Tensor, kept: Tensor) -> Tensor:
-    """The definition of the kept states."""
+    """Gather the kept states of x; the definition of `take`."""
     return x.gather(1, kept[:, :, None].expand(-1, -1, x.shape[2]))  # (B, K, C)
 
 
 def reference_scatter(x: Tensor, kept: Tensor, y: Tensor) -> Tensor:
-    """The definition of x with y in its kept rows."""
+    """Replace the kept rows of x by y; the definition of `place`."""
     return x.scatter(1, kept[:, :, None].expand(-1, -1, x.shape[2]), y)  # (B, T, C)
 
 
 if triton is not None:
-    # A kernel's rows are those of the whole batch, one after the other. Offsets are int64: a batch
-    # may have more than 2**31 elements. Strides count UNIT elements: multiplied by that constant
-    # they tell the compiler that wide accesses are aligned. So no argument needs to be specialized
-    # for 1 or multiples of 16, which would compile again as T and K change over a run.
+    # A kernel numbers the rows of the whole batch consecutively. Offsets are int64, because a batch
+    # may have more than 2**31 elements. Strides are in units of UNIT elements: the multiplication
+    # by this constant tells the compiler that wide accesses are aligned. So no argument needs to be
+    # specialized for 1 or for multiples of 16, which would recompile as T and K change in a run.
 
     OF_A_BATCH = ["rows", "T", "K", "reach", "x_stride_b", "x_stride_t", "y_stride_b", "y_stride_k"]
 
@@ -87,7 +87,7 @@ if triton is not None:
         rows,  # B * T
         T,
         K,
-        reach,  # of the search: the largest power of 2 below K, or 0
+        reach,  # first step of the binary search: the largest power of 2 below K, or 0
         x_stride_b,
         x_stride_t,
         y_stride_b,
@@ -97,14 +97,14 @@ if triton is not None:
         ROWS: tl.constexpr,
         COLS: tl.constexpr,
     ):
-        """out[b, t] = y[b, k] where kept[b, k] is t, and x[b, t] where no k is"""
+        """out[b, t] = y[b, k] if kept[b, k] == t for some k, else x[b, t]"""
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         col = tl.program_id(1) * COLS + tl.arange(0, COLS)
         inside = (row < rows)[:, None] & (col < C)[None, :]
         b, t = (row // T).to(tl.int64), (row % T).to(tl.int64)
 
-        # Binary search for the last k with kept[b, k] <= t, or 0. Its loads hit the cache, and no
-        # second launch is needed to invert `kept`.
+        # Binary search for the last k with kept[b, k] <= t, or 0. Its loads hit the cache, and it
+        # saves a second launch that would invert `kept`.
         k = tl.zeros((ROWS,), tl.int64)
         while reach > 0:
             probe = k + reach
@@ -113,7 +113,7 @@ if triton is not None:
             reach //= 2
         is_kept = tl.load(kept + b * K + k, mask=row < rows, other=-1) == t
 
-        # Each row is loaded and stored under the mask of its source. Selecting between the sources'
+        # Each row is loaded and stored under the mask of its source. Selecting between two loaded
         # values made Triton 3.9 search twice; selecting addresses lost the 16-byte accesses.
         at_kept = inside & is_kept[:, None]
         at_dropped = inside & ~is_kept[:, None]
@@ -127,17 +127,17 @@ if triton is not None:
 
 
 def flat_rows(kept: Tensor, T: int) -> Tensor:
-    """The kept positions as row numbers of x.view(B * T, C); a CPU copies whole rows."""
+    """Return the kept positions as row numbers of x.view(B * T, C), so a CPU copies whole rows."""
     starts = T * torch.arange(len(kept), device=kept.device)
     return (kept + starts[:, None]).flatten()  # (B * K,)
 
 
 @lru_cache
 def launch(rows: int, C: int, itemsize: int, *strides: int) -> tuple[tuple, tuple, dict[str, int]]:
-    """How to launch a kernel that writes this many rows; a program writes TILE_BYTES of them.
+    """Decide how to launch a kernel that writes this many rows, TILE_BYTES in each program.
 
     Args:    strides of each source's rows and positions, in elements
-    Returns: the grid, the strides in UNIT elements, and the kernel's constants
+    Returns: the grid, the strides in units of UNIT elements, and the kernel's constants
     """
     unit = math.gcd(C, ACCESS_BYTES // itemsize, *strides)
     cols = min(1 << (C - 1).bit_length(), TILE_BYTES // itemsize)
@@ -152,7 +152,7 @@ def with_adjacent_columns(x: Tensor) -> Tensor:
 
 
 def take(x: Tensor, kept: Tensor, impl: str) -> Tensor:
-    """The kept rows of x, (B, K, C), contiguous. No gradient."""
+    """Return the kept rows of x, (B, K, C), contiguous. Not differentiable."""
     if impl == "triton":
         run = take_op if torch.compiler.is_compiling() else take_by_triton
         return run(x, kept)
@@ -173,7 +173,7 @@ def take_by_triton(x: Tensor, kept: Tensor) -> Tensor:
 
 
 def place(x: Tensor, kept: Tensor, y: Tensor, impl: str) -> Tensor:
-    """x with the rows of y in its kept rows, (B, T, C), contiguous. No gradient."""
+    """Return x with its kept rows replaced by y, (B, T, C), contiguous. Not differentiable."""
     if impl == "triton":
         run = place_op if torch.compiler.is_compiling() else place_by_triton
         return run(x, kept, y)
@@ -195,7 +195,7 @@ def place_by_triton(x: Tensor, kept: Tensor, y: Tensor) -> Tensor:
 
 
 if triton is not None:
-    # The same as operators, which torch.compile does not trace into.
+    # The same two functions as operators, which torch.compile does not trace into.
     take_op = torch.library.custom_op("parsimony::take", take_by_triton, mutates_args=())
     place_op = torch.library.custom_op("parsimony::place", place_by_triton, mutates_args=())
 
@@ -209,7 +209,7 @@ if triton is not None:
 
 
 class Split(torch.autograd.Function):
-    """x -> its kept rows, and x as its dropped rows see it."""
+    """Autograd function of `split`: the kept rows of x, and x itself for the dropped rows."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, kept: Tensor, impl: str) -> tuple[Tensor, Tensor]:
@@ -225,9 +225,9 @@ class Split(torch.autograd.Function):
 
 
 class Merge(torch.autograd.Function):
-    """The rest of a split, with y in the kept rows.
+    """Autograd function of `merge`: the rest of a split with y in its kept rows.
 
-    The gradient of the rest is passed on as it is, kept rows included: the split ignores these.
+    The gradient of the rest is passed on unchanged, kept rows included, because Split ignores them.
     """
 
     @staticmethod
@@ -252,11 +252,11 @@ def checked_impl(impl: str, x: Tensor, kept: Tensor, y: Tensor | None = None) ->
         )
     (B, T, C), K = x.shape, kept.shape[1]
     if kept.dtype != torch.int64:
-        raise ValueError(f"kept is {kept.dtype}: positions are torch.int64")
+        raise ValueError(f"kept is {kept.dtype}: positions must be torch.int64")
     if not 1 <= K <= T:
-        raise ValueError(f"kept has K = {K} of T = {T} positions: 1 to {T} are allowed")
+        raise ValueError(f"kept has K = {K} of T = {T} positions: keep 1 to {T}")
     if y is not None and (y.shape != (B, K, C) or y.dtype != x.dtype):
-        raise ValueError(f"y {tuple(y.shape)} {y.dtype} must be {(B, K, C)} {x.dtype}, as x is")
+        raise ValueError(f"y is {tuple(y.shape)} {y.dtype}: it must be {(B, K, C)} {x.dtype}")
     if impl == "auto":
         return "triton" if x.is_cuda and why_not("cuda") is None else "torch"
     return impl
@@ -267,25 +267,25 @@ def split(x: Tensor, kept: Tensor, impl: str = "auto") -> tuple[Tensor, Tensor]:
 
     `rest` shares the memory of x: neither may be changed in place before the merge.
 
-    Args:    x    (B, T, C) float, any strides
-             kept (B, K) int64, 1 <= K <= T: positions 0..T-1, ascending and unique in each row,
-                  which is not checked, as a GPU would have to be waited for
-             impl auto | torch | triton; auto is triton for CUDA tensors where `why_not` is None
-    Returns: kept states (B, K, C), and rest (B, T, C): x, but only its dropped rows pass their
-             gradient on
-    Raises:  ValueError for shapes, a dtype or an impl that does not fit
+    Args:    x    (B, T, C) float, with any strides
+             kept (B, K) int64, 1 <= K <= T: positions 0..T-1, ascending and unique in each row.
+                  This is not checked, because the host would have to wait for a GPU
+             impl auto | torch | triton; auto is triton for CUDA tensors if `why_not` is None
+    Returns: kept states (B, K, C), and rest (B, T, C), which is x, but only its dropped rows pass
+             their gradient on
+    Raises:  ValueError for shapes, a dtype or an impl that do not fit
     Cost:    a GPU moves 2 K rows forward, 2 T backward; no synchronisation
     """
     return Split.apply(x, kept, checked_impl(impl, x, kept))
 
 
 def merge(rest: Tensor, kept: Tensor, y: Tensor, impl: str = "auto") -> Tensor:
-    """Put a layer's output back among the tokens that went around it.
+    """Put a layer's output back among the tokens that bypassed it.
 
-    Args:    rest the very tensor that split returned for the same `kept`, not a function of it:
-                  its kept rows receive a gradient that only split ignores
+    Args:    rest the tensor that split returned for the same `kept`, not a function of it: its kept
+                  rows receive a meaningless gradient, which only split ignores
              kept (B, K) int64, as for split
-             y    (B, K, C) of the dtype of rest
+             y    (B, K, C), with the dtype of rest
     Returns: (B, T, C), rest with its kept rows replaced by those of y
     Raises:  ValueError, as split
     Cost:    a GPU moves 2 T rows forward, 2 K backward; no synchronisation
