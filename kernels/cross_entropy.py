@@ -1,14 +1,14 @@
-"""Summed cross-entropy of a linear head, without ever holding all of its logits.
+"""Summed cross-entropy of a linear head, without ever holding all logits in memory.
 
-In reading order: the definition in plain PyTorch, which tests and benches compare with; the losses
-of some rows and their gradient by the logits, first in PyTorch, then as a Triton kernel; the three
-products around them, forward and backward in one pass; `token_losses`, the forward pass alone with
-the loss of each target; `linear_cross_entropy`, which models call.
+In reading order: the definition in plain PyTorch, with which tests and benches compare; the losses
+of some rows and their gradient with respect to the logits, first in PyTorch, then as a Triton
+kernel; the three matrix products around them, forward and backward in one pass; `token_losses`, a
+forward pass that returns the loss of each target; `linear_cross_entropy`, which models call.
 
-    chunked  the logits of some rows at a time, in PyTorch: 50 bytes moved per 16-bit logit
+    chunked  a chunk of rows at a time, in PyTorch: moves 50 bytes per 16-bit logit
     triton   the same on a GPU, where one kernel overwrites the logits with their gradient: 12 bytes
 
-The ideas are Liger Kernel's (arXiv 2410.10989, FusedLinearCrossEntropy).
+The ideas are from Liger Kernel (arXiv 2410.10989, FusedLinearCrossEntropy).
 
     python bench/operators.py loss    # all forms: time, spread, bytes, memory
 """
@@ -24,10 +24,10 @@ from kernels.triton_here import check_impl, tl, triton, why_not
 
 IGNORE = -100  # a target without a loss: padding, or a token that BERT did not mask
 IMPLS = ("auto", "reference", "chunked", "triton")
-# A program of the kernel reads this many columns at a time: 16 per thread, two 16-byte accesses.
+# Columns that a program of the kernel reads at a time: 16 per thread, so two 16-byte accesses.
 COLS = 8192
 WARPS = 16
-ALIGNED = 16  # rows of logits are padded to a multiple of this, so that each allows wide accesses
+ALIGNED = 16  # rows of logits are padded to a multiple of this, so that wide accesses are aligned
 
 
 def reference(
@@ -37,7 +37,7 @@ def reference(
     targets: Tensor,
     shares: Tensor | None = None,
 ) -> Tensor:
-    """The definition. With V = 50,304 and N = 32,768 it holds three arrays of 6 GB."""
+    """Compute the loss by its definition. V = 50,304 and N = 32,768 take three arrays of 6 GB."""
     logits = F.linear(x, weight, bias)  # (N, V)
     if shares is None:
         return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
@@ -52,11 +52,11 @@ def losses_by_torch(
     shares: Tensor | None,
     wants_gradient: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The definition's losses of some rows, and their gradient by the logits.
+    """Compute the losses of some rows, and their gradient with respect to the logits.
 
     Args:    x (rows, C) and matrix (V, C) of one dtype; others as for `linear_cross_entropy`
     Returns: nats    (rows,) loss of each target times its share; 0 where the target is IGNORE
-             dlogits (rows, V) gradient of their sum, or None if not wanted; both at least float32
+             dlogits (rows, V) gradient of the sum, or None if not wanted. Both are at least float32
     """
     exact = torch.promote_types(x.dtype, torch.float32)
     is_ignored, target = (targets == IGNORE)[:, None], targets.clamp(min=0)[:, None]
@@ -79,13 +79,13 @@ if triton is not None:
 
     @triton.jit
     def logits_at(logits, bias, col, V, stride):
-        """Some columns of a row in float32; -inf from column V to the end of the padded row."""
+        """Load some columns of a row as float32; the row's padding, from column V on, is -inf."""
         value = tl.load(logits + col, mask=col < stride, other=0.0).to(tl.float32)
         if bias is not None:
             value += tl.load(bias + col, mask=col < stride, other=0.0)
         return tl.where(col < V, value, float("-inf"))
 
-    # Arguments that differ between chunks are not specialized, or each kind would compile again.
+    # Do not specialize arguments that differ between chunks, or each variant would be compiled.
     @triton.jit(do_not_specialize=["losses", "targets", "shares", "V"])
     def losses_kernel(
         losses,  # (rows,) float32
@@ -99,10 +99,10 @@ if triton is not None:
         GRADIENT: tl.constexpr,
         COLS: tl.constexpr,
     ):
-        """A row's loss, log(sum(exp(logits))) - logits[target], times its share; its gradient.
+        """Compute a row's loss, log(sum(exp(logits))) - logits[target], times its share.
 
-        One pass finds the greatest logit and the sum (online: the sum so far is scaled down when a
-        greater logit comes), a second one writes the gradient. An ignored row is not read.
+        One pass finds the largest logit and the sum (online: when a larger logit appears, the sum
+        so far is scaled down). A second pass writes the gradient. An ignored row is not read.
         """
         row = tl.program_id(0).to(tl.int64)  # a chunk may have more than 2**31 logits
         logits += row * stride
@@ -116,15 +116,15 @@ if triton is not None:
                     tl.store(logits + col, nothing, mask=col < stride)
         else:
             is_token = (target >= 0) & (target < V)  # for any other target the loss is NaN
-            # Loaded before the barrier of the first sum: in the second pass another warp overwrites
-            # this logit.
+            # Load this before the barrier of the first reduction, because another warp overwrites
+            # the target's logit in the second pass.
             score = tl.load(logits + target, mask=is_token, other=float("nan")).to(tl.float32)
             if bias is not None:
                 score += tl.load(bias + target, mask=is_token, other=0.0)
             share = 1.0
             if shares is not None:
                 share = tl.load(shares + row).to(tl.float32)
-            top = -3.4e38  # finite, so that -inf less this is -inf and not NaN
+            top = -3.4e38  # finite, so that -inf - top is -inf and not NaN
             powers = tl.zeros((COLS,), tl.float32)
             for first in range(0, V, COLS):
                 logit = logits_at(logits, bias, first + tl.arange(0, COLS), V, stride)
@@ -150,10 +150,10 @@ def losses_by_triton(
     shares: Tensor | None,
     wants_gradient: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Like `losses_by_torch`, but dlogits has the dtype of x and uses the logits' memory.
+    """Like `losses_by_torch`, but dlogits has the dtype of x and overwrites the logits.
 
-    Cost: per 16-bit logit the kernel reads 2 bytes twice and writes 2; the three products write 2
-          bytes once and read them twice. The row of an ignored target is only written
+    Cost: per 16-bit logit, the kernel reads 2 bytes twice and writes them once, and the three
+          products write them once and read them twice. An ignored target's row is only written
     """
     rows, V = len(x), len(matrix)
     stride = -(-V // ALIGNED) * ALIGNED
@@ -173,10 +173,10 @@ LOSSES = {"chunked": losses_by_torch, "triton": losses_by_triton}
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out += a @ b, where out may have more bits than a and b.
+    """Compute out += a @ b, where out may have a wider dtype than a and b.
 
-    A GPU sums 16-bit products in float32 anyway, and can add them to out without an array for the
-    product: 8 bytes moved per element of out instead of 12. torch has no such product on a CPU.
+    A GPU sums 16-bit products in float32 anyway, and can add them to out without a temporary array:
+    8 bytes are moved per element of out instead of 12. torch cannot do this on a CPU.
     """
     if out.dtype == a.dtype:
         out.addmm_(a, b)
@@ -187,13 +187,13 @@ def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The logits of some rows at a time, made, used and dropped.
+    """Compute the logits chunk by chunk, use them and drop them.
 
-    The gradient of a chunk follows from its own softmax, so the forward pass computes it while the
-    logits exist. The backward pass only scales it, in place, because a copy would be one more array
-    of the weight's size. So there is a single backward pass and no second derivative: asking for
-    more (retain_graph, create_graph) is an error, and the reference has both. With `grads` False
-    the forward pass computes no gradients.
+    The gradient of a chunk needs only the softmax of that chunk, so the forward pass computes it
+    while the logits exist. The backward pass just scales it, in place, because a copy would take
+    another array of the weight's size. So there is only one backward pass and no second derivative:
+    asking for more (retain_graph, create_graph) is an error; the reference allows both. With
+    `grads` False, the forward pass computes no gradients.
     """
 
     @staticmethod
@@ -226,15 +226,15 @@ class LinearCrossEntropy(torch.autograd.Function):
                 dlogits = dlogits.to(dtype)
                 dx[rows] = dlogits @ matrix
                 add_product(dweight, dlogits.T, x_rows)
-                del dlogits  # before the next chunk's logits are there
+                del dlogits  # before the next chunk's logits are allocated
         ctx.save_for_backward(dx, dweight, dbias)
         ctx.is_spent = False
         return loss
 
     @staticmethod
     def backward(ctx: FunctionCtx, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        # torch's once_differentiable would not notice this if dloss is a constant, and would treat
-        # the gradients as constants too.
+        # torch's once_differentiable would not notice create_graph if dloss is a constant, and
+        # would treat the gradients as constants too.
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "the chunked cross-entropy has no second derivative, which create_graph asks for:"
@@ -242,8 +242,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             )
         if ctx.is_spent:
             raise RuntimeError(
-                "the chunked cross-entropy scales its gradients in place, so a second backward pass"
-                " (retain_graph) has none: call linear_cross_entropy with impl='reference'"
+                "the chunked cross-entropy scales its gradients in place and cannot do a second"
+                " backward pass (retain_graph): call linear_cross_entropy with impl='reference'"
             )
         ctx.is_spent = True
         gradients = ctx.saved_tensors
@@ -255,10 +255,10 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 @torch.no_grad()
 def token_losses(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
-    """The cross-entropy of each target, in nats, which `linear_cross_entropy` sums.
+    """Return the cross-entropy of each target, in nats. `linear_cross_entropy` returns their sum.
 
     Args:    as for `linear_cross_entropy`
-    Returns: (N,) float32, or float64 where x is; 0 where the target is IGNORE; without gradients
+    Returns: (N,) float32, or float64 if x is; 0 where the target is IGNORE; not differentiable
     """
     device, dtype = x.device.type, product_dtype(x)
     losses_of = LOSSES[chosen_impl(device, dtype)]
@@ -272,24 +272,25 @@ def token_losses(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of products with x: autocast's if it is on, else that of x."""
+    """Return the dtype of products with x: autocast's dtype if autocast is on, else that of x."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def chunks(N: int, V: int, device: str) -> Iterator[slice]:
-    """The rows of each chunk."""
+    """Yield the rows of each chunk."""
     at_once = chunk_rows(V, device)
     return (slice(first, first + at_once) for first in range(0, N, at_once))
 
 
 def chunk_rows(V: int, device: str) -> int:
-    """Rows of logits at a time: as many as fit a core's cache, or enough to keep a GPU busy.
+    """Return the rows per chunk: as many as fit a core's cache, or enough to keep a GPU busy.
 
-    On a GPU at least 4,096. A row moves 12 V bytes (`linear_cross_entropy`), and each chunk also
-    reads and writes the weight's gradient, 8 V C bytes: with C = 768 an eighth of what 4,096 rows
-    move, a quarter of what 2,048 rows move. The product for x has 4,096 / 128 * C / 128 tiles, 192
-    with C = 768, for an H100's 132 multiprocessors. With V = 50,304 the chunk takes 412 MB.
+    A GPU gets at least 4,096. Each row moves 12 V bytes (`linear_cross_entropy`), and each chunk
+    also reads and writes the gradient of the weight, 8 V C bytes. With C = 768 that is an eighth of
+    what 4,096 rows move, and a quarter of what 2,048 rows move. The product that gives dx has 4,096
+    / 128 * C / 128 tiles, 192 with C = 768, for the 132 multiprocessors of an H100. With V = 50,304
+    a chunk takes 412 MB.
     """
     if device == "cpu":
         return max(256, (1 << 20) // V)
@@ -301,13 +302,13 @@ def chosen_impl(device: str, dtype: torch.dtype, impl: str = "auto") -> str:
 
     Args: device cpu | cuda | another device type of torch
           dtype  of the products
-          impl   one of IMPLS, as the caller asked
+          impl   one of IMPLS, as given by the caller
     """
     check_impl(impl, IMPLS, device)
     if impl == "auto":
         return "triton" if dtype.itemsize == 2 and why_not(device) is None else "chunked"
     if impl == "triton" and dtype == torch.float64:
-        raise ValueError("impl 'triton' computes in float32, x is float64: choose chunked")
+        raise ValueError("impl 'triton' computes in float32, but x is float64: choose chunked")
     return impl
 
 
@@ -325,17 +326,17 @@ def linear_cross_entropy(
              weight  (V, C) float
              bias    (V,) float, or None
              targets (N,) int64, 0 to V - 1; a row whose target is IGNORE has no loss
-             shares  (N,) float: the weight of each target; None for 1
-             impl    auto | reference | chunked | triton; auto is triton for 16-bit products on a
+             shares  (N,) float: the weight of each target's loss; None: 1 for each
+             impl    auto | reference | chunked | triton. auto is triton for 16-bit products on a
                      GPU that Triton compiles for, else chunked, which needs less memory than the
-                     reference, and on a CPU less time (results/kernels.jsonl)
-    Returns: scalar, float32 unless x is float64; the reference's has the dtype of its logits
-    Raises:  ValueError for an unknown impl, or one that lacks this device or dtype
+                     reference and, on a CPU, less time (results/kernels.jsonl)
+    Returns: scalar, float32 unless x is float64; the reference returns the dtype of its logits
+    Raises:  ValueError for an unknown impl, or one that does not support this device or dtype
     Cost:    three products of N C V each, forward and backward together. Bytes moved per 16-bit
              logit: chunked 50 (write 2, to float32 6, maximum 4, subtract it 8, exp 8, sum 4, scale
              8, to 16 bits 6, read by two products 4), triton 12 (write 2, kernel 6, read 4).
-             Memory: one chunk of logits, at 6 bytes (chunked) or 2 (triton) each, and the
-             gradients; the reference needs three arrays of N V besides
+             Memory: the gradients, and one chunk of logits at 6 bytes (chunked) or 2 bytes (triton)
+             each; the reference needs the gradients and three arrays of N V
     """
     impl = chosen_impl(x.device.type, product_dtype(x), impl)
     if impl == "reference":

@@ -1,6 +1,6 @@
-"""Rotary positions: queries and keys are turned by an angle, so that scores depend on distances.
+"""Rotary positions: rotate queries and keys by angles, so that scores depend on distances.
 
-Su et al., arXiv 2104.09864. Llama 3.1 (arXiv 2407.21783) turns its slow pairs slower still.
+Su et al., arXiv 2104.09864. Llama 3.1 (arXiv 2407.21783) rotates its slow pairs even more slowly.
 """
 
 import math
@@ -11,22 +11,22 @@ from torch import Tensor
 
 
 class Scaling(NamedTuple):
-    """How a model trained on shorter rows reads longer ones, as Llama 3.1 does.
+    """How a model that was trained on short rows reads longer ones, as in Llama 3.1.
 
-    A pair that turns more than `fast` times in `original` positions keeps its speed, one that turns
-    less than `slow` times is `factor` times as slow, and in between the speed is interpolated.
+    A pair that makes more than `fast` turns in `original` positions keeps its speed. A pair that
+    makes fewer than `slow` turns is slowed down by `factor`. In between, the speed is interpolated.
     """
 
     factor: float
     slow: float
     fast: float
-    original: float  # positions of a row before
+    original: float  # positions in a row of the original training
 
     KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
     @classmethod
     def parsed(cls, text: str) -> "Scaling":
-        """Example: "32:1:4:8192" for Llama 3.2 of 1B"""
+        """Parse factor:slow:fast:original. Example: "32:1:4:8192" for Llama 3.2 1B"""
         try:
             scaling = cls(*map(float, text.split(":")))
         except (TypeError, ValueError):
@@ -38,7 +38,7 @@ class Scaling(NamedTuple):
         return scaling
 
     def as_published(self) -> dict[str, Any]:
-        """In a config.json of transformers."""
+        """Return the entry for a config.json of transformers."""
         values = (*self[:3], int(self.original))
         return {"rope_type": "llama3", **dict(zip(self.KEYS, values, strict=True))}
 
@@ -50,7 +50,7 @@ class Rotary(NamedTuple):
     scaling: Scaling | None = None
 
     def speeds(self, head_width: int, like: Tensor) -> Tensor:
-        """(D/2,) the angle of each pair from one position to the next, on the device of `like`."""
+        """Return (D/2,) the angle of each pair per position, on the device of `like`."""
         pair = torch.arange(0, head_width, 2, device=like.device, dtype=like.dtype)
         speeds = self.base ** (-pair / head_width)
         if self.scaling is None:
@@ -70,22 +70,22 @@ def rotation(
     dtype: torch.dtype = torch.float32,
     rotary: Rotary = PUBLISHED,
 ) -> Tensor:
-    """cos and sin of the angle for each position and pair, (B, T, 1, D/2, 2). Eq. 15."""
+    """Return cos and sin of the angle of each position and pair, (B, T, 1, D/2, 2). Eq. 15."""
     speeds = rotary.speeds(head_width, positions.new_empty(0, dtype=dtype))
     angle = positions[:, :, None, None] * speeds  # (B, T, 1, D/2)
     return torch.view_as_real(torch.polar(torch.ones_like(angle), angle))
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn each pair (x[2i], x[2i + 1]) of a head by its position's angle.
+    """Rotate each pair (x[2i], x[2i + 1]) of a head by its position's angle.
 
-    A pair is a complex number, and the turn a complex product: one operation if uncompiled, where
-    real numbers take seven. A compiler fuses those seven with the operations around them, and
-    inductor does not generate code for complex numbers.
+    Uncompiled code treats a pair as a complex number, because a complex product is one operation,
+    where real numbers take seven. Compiled code uses real numbers, because a compiler fuses the
+    seven with the operations around them, and inductor has no code for complex numbers.
 
     Args:    x        (B, T, H, D) float
              rotation (B, T, 1, D/2, 2) cos and sin; everything is computed in their dtype
-    Returns: (B, T, H, D) of the dtype of x, rounded once
+    Returns: (B, T, H, D) with the dtype of x, rounded once
     """
     pairs = x.to(rotation.dtype).unflatten(-1, (-1, 2))  # (B, T, H, D/2, 2)
     if torch.compiler.is_compiling():

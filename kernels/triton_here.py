@@ -1,6 +1,6 @@
-"""Triton, if it is installed, and whether operations run as its kernels on this machine.
+"""Import Triton if it is installed, and decide whether this machine uses its kernels.
 
-Every kernel file takes `triton` and `tl` from here. Both are None where Triton has no build.
+Every kernel file imports `triton` and `tl` from here. Both are None if Triton is not installed.
 
 python -c "from kernels.triton_here import why_not; print(why_not('cuda'))"
 """
@@ -17,25 +17,25 @@ import torch
 try:
     import triton
     import triton.language as tl
-except ImportError:  # it has no build for this platform
+except ImportError:  # there is no build for this platform
     triton = tl = None
 
-OLDEST = (8, 0)  # compute capability, Ampere's
+OLDEST = (8, 0)  # compute capability of Ampere
 
 
 def why_not(device: str) -> str | None:
-    """Say why operations on a device do not use Triton's kernels; None if they do.
+    """Return the reason why a device does not use Triton's kernels, or None if it does.
 
-    Below compute capability 8.0 Triton multiplies matrices without the matrix units. Before the
+    Below compute capability 8.0, Triton multiplies matrices without the matrix units. Before the
     first kernel runs, Triton builds a launcher in C, for which it needs $CC, gcc or clang, and
     Python's headers (triton/runtime/build.py, the same from 3.6 to 3.9).
 
-    Args: device cpu | cuda | another device type of torch; of several GPUs the current one counts
+    Args: device cpu | cuda | another device type of torch; of several GPUs, the current one decides
     """
-    return looked_up(device)  # torch.compile would trace into a cached function
+    return looked_up(device)  # not cached itself: torch.compile would trace into a cached function
 
 
-# What torch.compiler.assume_constant_result does, which imports the compiler first: 1.3 seconds.
+# This is what torch.compiler.assume_constant_result does, but that imports the compiler (1.3 s).
 why_not._dynamo_marked_constant = True
 
 
@@ -51,14 +51,14 @@ def looked_up(device: str) -> str | None:
         return f"compute capability {ours} is below {oldest}"
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     if not any(map(shutil.which, compilers)):
-        return f"Triton needs a C compiler, and there is no {' or '.join(compilers)}"
+        return f"Triton needs a C compiler, and {' or '.join(compilers)} was not found"
     if not python_header().is_file():
-        return f"Triton needs Python's headers, and there is no {python_header()}"
+        return f"Triton needs Python's headers, and {python_header()} was not found"
     return None
 
 
 def check_impl(impl: str, impls: Collection[str], device: str) -> None:
-    """Refuse an implementation that is none of `impls`, and Triton's where it cannot run."""
+    """Refuse an implementation that is not one of `impls`, or triton where it cannot run."""
     if impl not in impls:
         raise ValueError(f"impl {impl!r} is unknown: choose one of {', '.join(impls)}")
     if impl != "triton":
@@ -67,7 +67,7 @@ def check_impl(impl: str, impls: Collection[str], device: str) -> None:
         raise ValueError("impl 'triton': Triton is not installed here, choose another")
     if device != "cuda" and isinstance(nothing, triton.JITFunction):
         raise ValueError(
-            "impl 'triton' wants CUDA tensors, or TRITON_INTERPRET=1 set before Python starts"
+            "impl 'triton' needs CUDA tensors, or TRITON_INTERPRET=1 set before Python starts"
         )
 
 
@@ -75,11 +75,11 @@ if triton is not None:
 
     @triton.jit
     def nothing():
-        """Interpreted or compiled, as every kernel of this process."""
+        """Shows whether the kernels of this process are interpreted or compiled."""
 
 
 def python_header() -> Path:
-    """Python.h, where Triton looks for it."""
+    """Return the path at which Triton looks for Python.h."""
     scheme = sysconfig.get_default_scheme()
-    scheme = "posix_prefix" if scheme == "posix_local" else scheme  # Debian's
+    scheme = "posix_prefix" if scheme == "posix_local" else scheme  # posix_local is Debian's
     return Path(sysconfig.get_paths(scheme)["include"], "Python.h")

@@ -113,8 +113,8 @@ def test_a_gpu_gets_the_dtype_and_the_kernels_that_it_has_units_for(gpu, capabil
 def test_what_triton_misses_is_said_once_and_pytorch_takes_over(gpu, monkeypatch, tmp_path):
     nowhere = Path("/nowhere/Python.h")
     missing = {
-        "Python's headers, and there is no /nowhere/Python.h": ("python_header", lambda: nowhere),
-        "a C compiler, and there is no gcc or clang": ("shutil", Mock(which=lambda name: None)),
+        "Python's headers, and /nowhere/Python.h was not found": ("python_header", lambda: nowhere),
+        "a C compiler, and gcc or clang was not found": ("shutil", Mock(which=lambda name: None)),
         "Triton is not installed": ("triton", None),
     }
     for said, (name, value) in missing.items():
