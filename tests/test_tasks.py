@@ -82,7 +82,7 @@ def test_both_forms_of_a_file_are_the_same_questions(tmp_path):
 REQUEST = next(requests(CHOICES))
 TWO = {"context": "a", "continuations": ["b", "c"], "label": 0}
 BAD_QUESTIONS = [
-    ([], "task.jsonl: has no question"),
+    ([], "task.jsonl: has no questions"),
     ([LAST_WORDS[0], "mat\n"], "task.jsonl:2: is not a JSON object"),
     ([{"continuation": "a"}], ":1: context is missing"),
     ([CHOICES[0], {**TWO, "label": 2}], ":2: has label 2"),
