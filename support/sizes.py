@@ -1,21 +1,23 @@
-"""A model by its name: settings, what follows from them, and what it costs in bytes and FLOPs.
+"""Named model sizes: the settings they imply, and what a model costs in bytes and FLOPs.
 
     python train.py --size nano --layers 2        the embedded corpus, a vocabulary of 4,160
 
     with_defaults     heads 4, width 128, rows of 256, steps of 4,096 tokens, 2,000,000 tokens
-    parameter_count   1,458,432: embedding and head 532,480 each, blocks 393,216, norms of 128
+    parameter_count   1,461,760: embedding and head 532,480 each, the blocks' matrices 393,216,
+                      biases and norms 3,584
     state_bytes       (support/optim.py) weights 5.8 MB, gradients 5.8 MB, optimizer state 10.1 MB
-    micro_batch_rows  16 rows at once on a CPU, where a micro-batch has at most 4,096 tokens
-    flops_of_step     6 FLOPs for each weight that multiplies and each token that it multiplies,
-                      12 C for each pair of tokens that see each other, half of that if causal:
+    micro_batch_rows  16 rows on a CPU, where a micro-batch has at most 4,096 tokens
+    flops_of_step     6 FLOPs per matrix weight and token, and 12 C per pair of tokens in a
+                      document and per layer, half of that if attention is causal:
                         blocks     6 x 393,216 x 4,096              9.66 GFLOP
                         attention  6 x 128 x 16 x 256^2 x 2 layers  1.61 GFLOP
                         head       6 x 532,480 x 4,096             13.09 GFLOP
 
-So FLOPs are what the model needs, forward and backward (arXiv 2204.02311, appendix B): what is
-computed a second time, as with --checkpoint-activations, does not count, nor do Muon's products.
-Padding counts, for it is multiplied. MFU is their rate as a share of the peak that a GPU's data
-sheet names. No memory of activations is estimated: a GPU that is too small says so (train.py).
+These are the FLOPs that the model needs, forward and backward (arXiv 2204.02311, appendix B).
+Anything computed a second time, as with --checkpoint-activations, does not count, nor do Muon's
+matrix products. Padding counts, because it is multiplied. MFU is the rate of these FLOPs as a share
+of the peak in the GPU's data sheet. The memory of activations is not estimated: if the device runs
+out of memory, train.py says which flag to change.
 """
 
 import re
@@ -40,16 +42,16 @@ class Size(NamedTuple):
     layers: int
     heads: int
     width: int
-    seq_len: int  # tokens of the longest row
-    tokens: int  # of the budget
+    seq_len: int  # default tokens per row, and the number of learned positions
+    tokens: int  # default budget
     batch_tokens: int
     lr: float
 
 
-# Dimensions. nano: ours. 1.3B: arXiv 2005.14165, table 2.1, with 16 heads as in the Data Efficiency
-# paper's GPT-3. The others are as published with GPT-2 and BERT.
+# Dimensions. nano: ours. 1.3B: arXiv 2005.14165, table 2.1, but with 16 heads, as in the Data
+# Efficiency paper's GPT-3. The others: as published with GPT-2 and BERT.
 # Budget, batch and learning rate. nano: measured here (docs/method.md). GPT: GPT-3's batch and
-# learning rate (arXiv 2005.14165, table 2.1), 20 tokens a parameter (arXiv 2203.15556); BERT:
+# learning rate (arXiv 2005.14165, table 2.1), and 20 tokens per parameter (arXiv 2203.15556). BERT:
 # arXiv 1810.04805.
 SIZES = {  # layers, heads, width, seq_len; tokens, batch_tokens, lr
     "nano": Size(3, 4, 128, 256, 2_000_000, 4_096, 2e-2),
@@ -60,7 +62,7 @@ SIZES = {  # layers, heads, width, seq_len; tokens, batch_tokens, lr
     "bert-base": Size(12, 12, 768, 512, 2_200_000_000, 131_072, 1e-4),
     "bert-large": Size(24, 16, 1024, 512, 6_800_000_000, 131_072, 1e-4),
 }
-BLOCKS = {  # what --block says of a `TransformerConfig`
+BLOCKS = {  # --block -> fields of `TransformerConfig`
     "gpt2": {"norm": "layernorm", "mlp": "gelu", "bias": True},
     "llama": {"norm": "rmsnorm", "mlp": "swiglu", "bias": False},
 }
@@ -71,26 +73,28 @@ BLOCKS = {  # what --block says of a `TransformerConfig`
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What decides a model. A new option goes on through config.py's `transformer_config` to
-    model.py's `TransformerConfig`; what it costs follows from its matrices.
+    """Everything that decides a model.
+
+    To add an option, pass it on in config.py's `transformer_config` to model.py's
+    `TransformerConfig`; its cost follows from the matrices that it adds.
     """
 
     model: str = flag("gpt", "gpt predicts the next token, bert masked ones", ("gpt", "bert"))
-    size: str = flag("nano", "dimensions, budget and learning rate", tuple(SIZES))
+    size: str = flag("nano", "sets dimensions, budget and learning rate", tuple(SIZES))
     block: str = flag("gpt2", "llama: RMSNorm, SwiGLU, rotary positions, no biases", tuple(BLOCKS))
-    qk_norm: bool = flag(False, "RMSNorm on queries and keys, head by head")
+    qk_norm: bool = flag(False, "RMSNorm on each head's queries and keys")
     kv_heads: int | None = flag(None, "key/value heads (default: --heads)", least=1, most=4096)
     pos: str | None = flag(
         None, "positions (default: rope for nano and llama, else learned)", ("learned", "rope")
     )
     rope_theta: float = flag(10_000.0, "base of the rotary angles", hidden=True)
     rope_scaling: str | None = flag(None, "Llama 3.1's, factor:slow:fast:positions", hidden=True)
-    tied: bool | None = flag(None, "output head is the embedding (default: on, except nano GPT)")
+    tied: bool | None = flag(None, "tie output head and embedding (default: on, except nano GPT)")
     layers: int | None = flag(None, "number of blocks (default: by --size)", least=1, most=4096)
     heads: int | None = flag(None, "attention heads (default: by --size)", least=1, most=4096)
     width: int | None = flag(None, "hidden size (default: by --size)", least=1, most=2**17)
-    mlp_width: int | None = flag(None, "of the MLP: 4 x --width, of a llama 8/3", hidden=True)
-    # GPT-2's approximation, or the exact one; None: by --pos
+    mlp_width: int | None = flag(None, "of the MLP: 4 x --width, for llama 8/3", hidden=True)
+    # gelu_new is GPT-2's approximation, gelu is exact; None: by --pos
     activation: str | None = flag(None, "GELU", ("gelu_new", "gelu"), hidden=True)
     dropout: float = flag(0.0, "share of activations zeroed in training", least=0, below=1)
     nsp: bool = flag(False, "BERT also learns whether two texts follow each other")
@@ -99,7 +103,7 @@ class ModelConfig:
 
 
 def with_defaults(settings: Flat) -> Flat:
-    """Fill in what was left to --size, and what follows from other settings."""
+    """Fill in the settings that follow from --size or from other settings."""
     s = {name: value for name, value in settings.items() if value is not None}
     name = s.setdefault("model.size", "nano")
     size = SIZES[name]
@@ -118,8 +122,8 @@ def with_defaults(settings: Flat) -> Flat:
     s.setdefault("optim.schedule_tokens", s["optim.tokens"])
     s.setdefault("optim.batch_tokens", max(size.batch_tokens // T, 1) * T)
     s.setdefault("optim.lr", size.lr)
-    # BERT's and GPT-3's (appendix B) are as published; for nano both were measured here. A run that
-    # --init names has a size, published weights may have none.
+    # Published values for BERT and for GPT (GPT-3, appendix B); measured here for a nano GPT. With
+    # --init the size is known if it names a run, and may be missing for published weights.
     is_nano = new_nano or settings.get("model.size") == "nano"
     s.setdefault("optim.beta2", 0.999 if is_bert else 0.99 if is_nano else 0.95)
     s.setdefault("optim.warmup_tokens", s["optim.tokens"] // 50)
@@ -129,14 +133,14 @@ def with_defaults(settings: Flat) -> Flat:
 
 
 def usual_lr(settings: Flat) -> float:
-    """The learning rate of that --size, of a GPT or of a BERT, which has the nearest width."""
+    """Return the learning rate of the --size that is nearest in width, among GPTs or BERTs."""
     width, is_bert = with_defaults(settings)["model.width"], settings.get("model.model") == "bert"
     alike = [name for name in SIZES if name == "nano" or name.startswith("bert") == is_bert]
     return SIZES[min(alike, key=lambda name: abs(SIZES[name].width - width))].lr
 
 
 def swiglu_width(width: int) -> int:
-    """2/3 of 4 C, for as many weights as without a gate, rounded up as Llama does."""
+    """Return 2/3 of 4 C, rounded up as Llama does: then the gate adds no weights."""
     multiple = 64 if width <= 1024 else 256
     return -(-8 * width // (3 * multiple)) * multiple
 
@@ -145,8 +149,10 @@ def swiglu_width(width: int) -> int:
 
 
 class NothingDrawn(TorchFunctionMode):
-    """Skips drawing normal random values. The meta device draws none anyway, but to find that out
-    torch imports its compiler, which takes a second.
+    """A mode in which `nn.init.normal_` draws nothing.
+
+    On the meta device there is nothing to draw, but torch imports its compiler to find that out,
+    which takes a second.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> object:
@@ -156,13 +162,13 @@ class NothingDrawn(TorchFunctionMode):
 
 
 def empty_model(config: TransformerConfig) -> Transformer:
-    """A model without memory: its names and shapes, for weights that are still to come."""
+    """Make a model on the meta device, which has names and shapes but no memory for weights."""
     with torch.device("meta"), NothingDrawn():
         return Transformer(config)
 
 
 def parameter_count(config: TransformerConfig) -> int:
-    """Parameters of a model of this config, counted without taking memory for them."""
+    """Count the parameters of a model with this config, without allocating them."""
     return sum(p.numel() for p in empty_model(config).parameters())
 
 
@@ -185,7 +191,7 @@ def parameters_in_words(config: TransformerConfig) -> str:
 
 @cache
 def weights_of_block(config: TransformerConfig) -> int:
-    """Weights in the matrices of a block, those of a fork's modules too: what multiplies."""
+    """Count the weights in a block's matrices, including those of modules that a fork has added."""
     block = empty_model(replace(config, layers=1)).h[0]
     return sum(p.numel() for p in block.parameters() if p.ndim > 1)
 
@@ -199,16 +205,17 @@ def flops_of_step(
     squares: np.ndarray,
     predicted: int | None = None,
 ) -> int:
-    """Floating-point operations that a step needs on all ranks, forward and backward.
+    """Return the floating-point operations that a step needs, forward and backward, on all ranks.
 
-    A layer that drops tokens keeps an even share of each document; padding is dropped first. The
-    answers of --nsp, one product of C x C for a document, are left out.
+    We assume that a layer that drops tokens keeps the same share of each document; padding is
+    dropped first. The head of --nsp, one C x C product per document, is not counted.
 
     Args:    seq_len         tokens of a row, with padding
              tokens_by_layer (L,) how many of them each layer sees
              filled          (R,) tokens of each row, without padding
              squares         (R,) the sum of the squared lengths of each row's documents
-             predicted       tokens that the head predicts: all of a GPT's, 15 % of a BERT's
+             predicted       tokens that the head predicts, about 15 % for a BERT; None: all, as for
+                             a GPT
     Example: 2 layers of width 4 and MLP 16, V 10, a causal row of 8, half of it in the second
              layer: 6 * 192 * (8 + 4) + 6 * 4 * (8 * 8 + 4 * 4) + 6 * 10 * 4 * 8 == 17664
     """
@@ -225,9 +232,9 @@ def flops_of_step(
     return flops
 
 
-# FLOP/s of dense matrix products in 16 bits, by a pattern of torch's name of the GPU; the first
-# that matches counts. From NVIDIA's data sheets, with figures "with sparsity" halved; for GeForce
-# cards from the architectures' white papers.
+# Peak FLOP/s of dense matrix products in 16 bits, by a pattern in torch's name of the GPU; the
+# first match counts. From NVIDIA's data sheets, where figures "with sparsity" are halved; for
+# GeForce cards from the architectures' white papers.
 PEAKS = {
     "B200": 2250e12,
     "(H100|H200) NVL": 835.5e12,
@@ -243,29 +250,31 @@ PEAKS = {
 
 
 def peak_flops(runtime: Runtime) -> float | None:
-    """FLOP/s of all ranks' GPUs, taken to be alike; None if unknown, as on a CPU."""
+    """Return the peak FLOP/s of all GPUs, assuming that ranks have the same; None if unknown."""
     if runtime.device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(runtime.device)
     peak = next((peak for known, peak in PEAKS.items() if re.search(known, name)), None)
     if peak and runtime.dtype == torch.float32:
-        peak /= 2  # TF32, which support/runtime.py asks for
+        peak /= 2  # TF32, which support/runtime.py switches on
     return peak and peak * runtime.world_size
 
 
 # ---- the micro-batch
 
-MICRO_BATCH_TOKENS = {"cpu": 4_096, "cuda": 32_768, "mps": 32_768}  # more are no faster
+MICRO_BATCH_TOKENS = {"cpu": 4_096, "cuda": 32_768, "mps": 32_768}  # more is no faster
 
 
 def micro_batch_rows(optim: OptimConfig, seq_len: int, runtime: Runtime, by_document: bool) -> int:
-    """How many full rows a rank takes through the model at once: as many as its share divides by.
+    """Return how many full rows a rank runs through the model together, in one micro-batch.
 
-    Without --micro-batch-size at most MICRO_BATCH_TOKENS of the device.
+    By default it is the largest divisor of the rank's share of rows that stays within the device's
+    MICRO_BATCH_TOKENS.
 
-    Args:    by_document whether a step has the documents of its rows, in as many rows as they need
-    Raises:  ValueError if the ranks cannot share the rows of --batch-tokens
-    Example: 16 rows of 256 on a CPU: 16 at once; on 2 ranks 8; rows of 1,024: 4
+    Args:    by_document whether --pack-batch is documents: then a step's rows vary in number and
+                         need not divide evenly
+    Raises:  ValueError if the rows of --batch-tokens do not divide among ranks and micro-batches
+    Example: for 16 rows of 256 on a CPU 16, on 2 ranks 8; for 16 rows of 1,024 it is 4
     """
     rows, ranks = optim.batch_tokens // seq_len, runtime.world_size
     share = rows // ranks
