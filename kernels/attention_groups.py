@@ -1,15 +1,15 @@
 """Packed attention on a CPU: documents of similar length form a batch for torch's attention.
 
-If few documents differ in length from their neighbours, as when each fills its row, they stay where
-they are: adjacent documents of equal length are a view (documents, length, heads, head width),
+If most documents are as long as their neighbours, for example because each fills its row, tokens
+are not moved: adjacent documents of equal length are a view (documents, length, heads, head width),
 which needs no mask, causal or not. Otherwise tokens are reordered so that documents of similar
-length are adjacent, and each is padded to the next of some twenty lengths. If causal, no token sees
-the padding behind its document; if not, a mask of keys hides it. The layout is computed once per
-batch, and serves every layer and the backward pass.
+length are adjacent, and each document is padded to the next of about twenty lengths. In causal
+attention no token sees the padding after its document; otherwise a mask on the keys hides it. The
+layout is computed once per batch, for all layers and the backward pass.
 
-Calls should be few, because threads wait for each other in every one: 43 of them, one for each
-length in a nano batch, took 1.15 of the dense mask's time on two threads; 13 take as long as the
-mask (not recorded).
+There should be few calls of torch's attention, because threads wait for each other in each. 43
+calls, one for each length in a nano batch, took 1.15 of the dense mask's time on two threads; 13
+calls take as long as the mask (not recorded).
 
     OMP_NUM_THREADS=2 python bench/operators.py attention
 """
@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Reordering this many tokens of width 128, and their gradients, takes as long as one more call.
+# Moving this many tokens of width 128, and their gradients, takes as long as one more call.
 TOKENS_OF_A_CALL = 128
-STEPS = 16  # lengths that documents are padded to, from a sixteenth of a row to all of it
+STEPS = 16  # documents are padded to multiples of a sixteenth of a row
 
 attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -31,15 +31,16 @@ attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_
 def layout(doc_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Lay the tokens of a batch out in slots, and divide the slots into calls.
 
-    Neither's shape depends on the documents, so nothing is compiled again when they change.
+    The shapes of the results do not depend on the documents, so new documents do not cause another
+    compilation.
 
     Args:    doc_ids (B, T) int64, -1 on padding
     Returns: slots (3, 2 * B * T) int64: the token of each slot; the slot of each token; 1 where a
                    slot only pads a document. Meaningless if tokens are not moved
-             calls (1 + B * T, 2) int64: first the number of calls and of slots, 0 slots if tokens
-                   are not moved; then for each call its slots and the length of its documents, 0
-                   for padding
-    Cost:    some forty operations on short arrays, no loop over documents
+             calls (1 + B * T, 2) int64: first the number of calls and the number of slots, which is
+                   0 if tokens are not moved; then for each call its number of slots and the length
+                   of its documents, which is 0 for padding
+    Cost:    about forty operations on short arrays, no loop over documents
     Example: no token of [[7, 7, 9, 9, -1]] is moved, and the calls are (4, 2), (1, 0)
     """
     B, T = doc_ids.shape
@@ -48,7 +49,7 @@ def layout(doc_ids: Tensor) -> tuple[Tensor, Tensor]:
     begins = torch.ones(N, dtype=torch.bool)
     torch.ne(ids[1:], ids[:-1], out=begins[1:])
     begins[::T] = True
-    first = begins.nonzero()[:, 0]  # of each document; padding counts as one
+    first = begins.nonzero()[:, 0]  # first token of each document; padding counts as one
     tokens = first.diff(append=first.new_tensor([N]))
     lengths = torch.where(ids[first] < 0, 0, tokens)
 
@@ -77,9 +78,9 @@ def layout(doc_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def filled_up(lengths: Tensor, T: int) -> Tensor:
-    """Round lengths up to T/16, 2T/16 ... T, and those below T/16 to a power of two; padding is 0.
+    """Round lengths up to T/16, 2T/16 ... T, and lengths below T/16 to powers of two; 0 stays 0.
 
-    The result is at most twice a document's length, so 2 B T slots are enough.
+    No document more than doubles in length, so 2 B T slots are enough.
     """
     step = max(T // STEPS, 1)
     above = ((lengths + step - 1) // step * step).clamp(max=T)
@@ -87,18 +88,18 @@ def filled_up(lengths: Tensor, T: int) -> Tensor:
     return torch.where((lengths < step) & (lengths > 0), power, above)
 
 
-# Costs, in units of one score under a dense mask: 13 ns with nano's heads, forward and backward.
-# They were fitted to times in rows of 256 and 512, with real documents and with 2 to 17 random ones
-# per row (two threads, causal, not recorded). For longer rows they are too high: there torch skips
-# keys after a query if it has no mask.
+# Costs, in units of one score under a dense mask, which takes 13 ns with nano's heads, forward and
+# backward. They were fitted to times in rows of 256 and 512, with real documents and with 2 to 17
+# random ones per row (two threads, causal, not recorded). For longer rows they are too high,
+# because torch skips the keys after a query there if it has no mask.
 CALL = 15_000
 MOVED_SLOT = 45
-SLOT, SCORE = 30, 0.87  # of torch's attention without a mask
-SMALL = 100_000  # the cost of a layout, and more than it can save in a layer or two
+SLOT, SCORE = 30, 0.87  # in torch's attention without a mask
+SMALL = 100_000  # a layout costs about this, so smaller batches cannot gain in a layer or two
 
 
 def saves(doc_ids: Tensor, calls: Tensor) -> bool:
-    """Whether these calls are estimated to take less time than a dense mask."""
+    """Estimate whether these calls take less time than attention under a dense mask."""
     B, T = doc_ids.shape
     count, moved = calls[0].tolist()
     slots, length = calls[1 : 1 + count].T
@@ -107,9 +108,9 @@ def saves(doc_ids: Tensor, calls: Tensor) -> bool:
 
 
 class Calls(NamedTuple):
-    sizes: list[list[int]]  # for each call its slots, and the length of its documents
-    token: Tensor | None  # (S,) of each slot; None if tokens are not moved
-    slot: Tensor  # (B * T,) of each token
+    sizes: list[list[int]]  # for each call, its number of slots and the length of its documents
+    token: Tensor | None  # (S,) token of each slot; None if tokens are not moved
+    slot: Tensor  # (B * T,) slot of each token
     blank: Tensor  # (S,) int64, 1 where a slot only pads a document
 
     @classmethod
@@ -119,9 +120,12 @@ class Calls(NamedTuple):
         return cls(calls[1 : 1 + count].tolist(), token, slots[1, :tokens], blank)
 
     def laid(self, x: Tensor) -> list[Tensor]:
-        """(B, T, H, D) or (B * T, H) -> (documents, H, length, ...) of each call; padding is one"""
+        """(B, T, H, D) or (B * T, H) -> (documents, H, length, ...) for each call
+
+        All padding of a call counts as one document.
+        """
         if x.ndim == 4:
-            if x.stride(3) != 1:  # torch's operator would silently compute something else
+            if x.stride(3) != 1:  # torch's operator would silently give a wrong result
                 x = x.contiguous()
             x = x.flatten(0, 1)
         return self.parts(x if self.token is None else x.index_select(0, self.token))
@@ -134,14 +138,17 @@ class Calls(NamedTuple):
         ]
 
     def laid_gradient(self, dout: Tensor) -> list[Tensor]:
-        """The same for the gradient from above, zero in blank slots."""
+        """Like `laid`, but for the gradient from above, with zeros in blank slots."""
         if self.token is None:
             return self.laid(dout)
         x = dout.flatten(0, 1).index_select(0, self.token)
         return self.parts(x.index_fill_(0, self.blank.nonzero()[:, 0], 0))
 
     def masks(self, causal: bool, dtype: torch.dtype) -> list[Tensor | None]:
-        """What each call adds to its scores: None, or (documents, 1, 1, length), -inf if blank."""
+        """Return what each call adds to its scores: None, or (documents, 1, 1, length).
+
+        The latter is -inf in blank slots, otherwise 0.
+        """
         if causal or self.token is None:
             return [None] * len(self.sizes)
         added = torch.zeros(len(self.blank), 1, 1, dtype=dtype)
@@ -149,7 +156,7 @@ class Calls(NamedTuple):
         return [part.transpose(2, 3) for part in self.parts(added)]
 
     def put_back(self, parts: Sequence[Tensor]) -> Tensor:
-        """(documents, H, length, ...) of each call -> (B * T, H, ...), as tokens lie in rows"""
+        """(documents, H, length, ...) of each call -> (B * T, H, ...), in the order of the rows"""
         flat = [part.transpose(1, 2).flatten(0, 1) for part in parts]
         x = flat[0] if len(flat) == 1 else torch.cat(flat)
         return x if self.token is None else x.index_select(0, self.slot)
@@ -158,7 +165,7 @@ class Calls(NamedTuple):
 def forward(
     q: Tensor, k: Tensor, v: Tensor, slots: Tensor, calls: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """The output (B, T, H, D), and each query's log-sum-exp (B * T, H)."""
+    """Return the output (B, T, H, D), and each query's log-sum-exp (B * T, H)."""
     batch = Calls.of(slots, calls, q.shape[0] * q.shape[1])
     out, lse = [], []
     inputs = (batch.laid(x) for x in (q, k, v))
@@ -175,7 +182,7 @@ def forward(
 
 
 def backward(dout: Tensor, saved: Sequence[Tensor], causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, (B, T, H, D) each.
+    """Return the gradients of q, k and v, (B, T, H, D) each.
 
     Args: saved q, k, v, output and log-sum-exp of the forward pass, slots, calls
     """

@@ -1,15 +1,15 @@
-"""Packed attention on a GPU: tiles of queries against those tiles of keys that documents reach.
+"""Packed attention on a GPU: each tile of queries visits only the tiles of keys it can see.
 
-Tiles have fixed places in the row, so neither a launch nor a shape depends on the documents. A
-program owns one tile. From `start` and `end`, the bounds of each token's document, it computes
-which tiles of the other side it must visit; a visited tile that every token of its own tile sees
-whole needs no mask. In reading order: the sizes; functions that kernels share; the forward kernel;
-two backward kernels, of queries and of keys and values; the launches.
+Tiles have fixed places in the row, so neither the launch nor any shape depends on the documents.
+Each program owns one tile. From `start` and `end`, the bounds of each token's document, it computes
+which tiles of the other side it has to visit. No mask is needed where all tokens of its tile see
+all of the visited tile. In reading order: tile sizes; functions shared by the kernels; the forward
+kernel; two backward kernels, one for queries, one for keys and values; the launches.
 
 Scores are in units of log 2, because GPUs compute exp2. The log-sum-exp of a query that sees no key
-is +inf, which makes all its weights 0. Both backward kernels compute the scores again from the
-log-sum-exp. Nothing is summed across programs, so sums have the same order every time; atomic sums
-would save two products.
+is +inf, which makes all its weights 0. Both backward kernels recompute the weights from the scores
+and the log-sum-exp. Nothing is summed across programs, so the order of sums is always the same;
+atomic sums would save two products.
 
 Paper: Dao, arXiv 2307.08691 (FlashAttention-2), algorithms 1 and 2, without atomic sums.
 
@@ -30,14 +30,15 @@ HEAD_WIDTHS = (16, 32, 64, 128)
 
 
 def tiles(kernel: str, D: int, dtype: torch.dtype) -> dict[str, int]:
-    """The tile that a program owns, the tiles that it visits, its warps, and tiles in flight.
+    """Return the sizes of the owned tile and the visited tiles, the warps, and the tiles in flight.
 
-    Of 30 choices those with the least time on an H200, or at most 10 % more, for each kernel,
-    for D 64 and 128, and for documents of a row, of some 200 tokens and of 64
-    (results/gpu-tiles.jsonl). In half precision they fit the smallest shared memory of compute
-    capability 8.0, 8.9 and 9.0, 99 KiB, with Triton 3.6, 3.7 and 3.9, and spill no registers, but
-    for a few of dkv, which holds two sums, with D 128 (tests/test_ahead_of_time.py). float32 takes
-    twice the registers and has no matrix units; `chosen_impl` never picks it.
+    Of 30 choices, these were the fastest on an H200 or at most 10 % slower, for each kernel, for D
+    64 and 128, and for documents of a whole row, of about 200 tokens and of 64
+    (results/gpu-tiles.jsonl). In half precision they fit the 99 KiB that are the smallest shared
+    memory of compute capability 8.0, 8.9 and 9.0, with Triton 3.6, 3.7 and 3.9. They spill no
+    registers, except for a few in dkv with D 128, because dkv holds two sums
+    (tests/test_ahead_of_time.py). float32 takes twice the registers and has no matrix units;
+    `chosen_impl` never picks it.
     """
     if dtype == torch.float32:
         return {"OWN": 32, "VISITED": 32, "num_warps": 4, "num_stages": 2}
@@ -46,16 +47,16 @@ def tiles(kernel: str, D: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 if triton is not None:
-    # Offsets are int64: a batch may have more than 2**31 elements.
+    # Offsets are int64, because a batch may have more than 2**31 elements.
 
     @triton.jit
     def head_of(x, strides, b, h):
-        """Where x[b, :, h] begins; x is (B, T, H, D), with the strides of B, T and H."""
+        """Return the address of x[b, 0, h]; x is (B, T, H, D), with strides for B, T and H."""
         return x + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[2]
 
     @triton.jit
     def load_rows(head, strides, t, T, D: tl.constexpr, MASKED: tl.constexpr):
-        """x[b, t, h], (rows, D); positions from T on are zero."""
+        """Load x[b, t, h], (rows, D), with zeros for positions from T on."""
         rows = head + t.to(tl.int64)[:, None] * strides[1] + tl.arange(0, D)[None, :]
         if MASKED:
             return tl.load(rows, mask=(t < T)[:, None], other=0.0)
@@ -63,17 +64,17 @@ if triton is not None:
 
     @triton.jit
     def store_rows(out, value, b, h, t, T, H, D: tl.constexpr):
-        """out[b, t, h] = value, in a contiguous (B, T, H, D)"""
+        """Store out[b, t, h] = value, where out is a contiguous (B, T, H, D)."""
         row = (b.to(tl.int64) * T + t) * H + h
         rows = out + row[:, None] * D + tl.arange(0, D)[None, :]
         tl.store(rows, value.to(out.dtype.element_ty), mask=(t < T)[:, None])
 
     @triton.jit
     def visits(bounds, TILE: tl.constexpr):
-        """Two loops over tiles of the other side, without a mask and with one.
+        """Plan two loops over tiles of the other side: one without a mask, and one with a mask.
 
-        Each row of the program's tile sees bounds[0]..bounds[1], so tiles between `plain` and
-        `masked_again` are seen whole by all of them. A loop with a mask leaps over these.
+        Each row of the program's tile sees bounds[0]..bounds[1]. So all rows see all of the tiles
+        between `plain` and `masked_again`, and the loop with a mask leaps over these.
 
         Returns: (first, one past last, plain, length of the leap) for each loop
         """
@@ -86,21 +87,21 @@ if triton is not None:
 
     @triton.jit
     def dot(a, b):
-        """A product whose arithmetic is float32, not TF32, if a and b are float32."""
+        """Multiply a and b; if they are float32, compute in float32, not in TF32."""
         return tl.dot(a, b, input_precision="ieee")
 
     @triton.jit
     def seen_by(t, bounds):
-        """(rows, len(t)): whether position t lies within each row's bounds."""
+        """Return (rows, len(t)): whether position t is within each row's bounds."""
         start, end = bounds
         return (t[None, :] >= start[:, None]) & (t[None, :] < end[:, None])
 
     @triton.jit
     def tile_of_program(T, H, OWN: tl.constexpr):
-        """Row, head and tile of a program: last tiles first, which often take longest.
+        """Return the row, head and tile of a program; last tiles first, as they often take longest.
 
-        The tiles of a head run side by side, because they read the same keys. All programs lie on
-        one axis: CUDA's second one ends at 65,535, and a batch may have more heads.
+        The tiles of a head run side by side, because they read the same keys. The grid has only one
+        axis, because CUDA limits the second to 65,535, and a batch may have more heads.
         """
         of_head = tl.cdiv(T, OWN)
         b_h = tl.program_id(0) // of_head
@@ -108,20 +109,20 @@ if triton is not None:
 
     @triton.jit
     def document_of(start, end, b, t, T):
-        """The first and one-past-last position of each token's document; T and 0 if none."""
+        """Load the first and one-past-last position of each token's document; T and 0 if none."""
         token = b.to(tl.int64) * T + t
         first = tl.load(start + token, mask=t < T, other=T)
         return first, tl.load(end + token, mask=t < T, other=0)
 
     @triton.jit
     def seen_keys(start, end, b, t, T, CAUSAL: tl.constexpr):
-        """The first and one-past-last key that each query of t sees; T and 0 if none."""
+        """Return the first and one-past-last key that each query sees; T and 0 if none."""
         first, last = document_of(start, end, b, t, T)
         return first, tl.minimum(last, t + 1) if CAUSAL else last
 
     @triton.jit
     def attend(state, given, loop, D: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
-        """Add keys to a softmax; its state is the sum of values, sum of weights and top score."""
+        """Add keys to an online softmax. Its state: sum of values, sum of weights, top score."""
         acc, total, top = state
         q, keys, values, strides, bounds, T, scale = given
         first, last, plain, leap = loop
@@ -133,7 +134,7 @@ if triton is not None:
             if MASKED:
                 scores = tl.where(seen_by(t, bounds), scores, float("-inf"))
             new_top = tl.maximum(top, scale * tl.max(scores, 1))  # (OWN,)
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing was seen yet
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf: no key was seen yet
             weights = tl.exp2(scale * scores - base[:, None])
             shrink = tl.exp2(top - base)
             total = total * shrink + tl.sum(weights, 1)
@@ -219,7 +220,7 @@ if triton is not None:
         OWN: tl.constexpr,
         VISITED: tl.constexpr,
     ):
-        """dq, and delta: each query's sum of out * dout, which dkv_kernel needs as well."""
+        """Compute dq, and delta, each query's sum of out * dout, which dkv_kernel needs too."""
         b, h, tile = tile_of_program(T, H, OWN)
         t = tile * OWN + tl.arange(0, OWN)
         bounds = seen_keys(start, end, b, t, T, CAUSAL)
@@ -285,7 +286,7 @@ if triton is not None:
         b, h, tile = tile_of_program(T, H, OWN)
         t = tile * OWN + tl.arange(0, OWN)
         first, last = document_of(start, end, b, t, T)
-        bounds = (tl.maximum(first, t) if CAUSAL else first), last  # queries that see a key
+        bounds = (tl.maximum(first, t) if CAUSAL else first), last  # the queries that see each key
         loops = visits(bounds, VISITED)
         key = load_rows(head_of(k, strides[1], b, h), strides[1], t, T, D, True)
         value = load_rows(head_of(v, strides[2], b, h), strides[2], t, T, D, True)
@@ -302,10 +303,10 @@ if triton is not None:
 
 
 def check(q: Tensor) -> None:
-    """Refuse queries that the kernels do not take."""
+    """Refuse queries that the kernels do not support."""
     if q.shape[-1] not in HEAD_WIDTHS or q.dtype not in DTYPES:
         raise ValueError(
-            f"impl 'triton' wants heads of {', '.join(map(str, HEAD_WIDTHS))} numbers in bfloat16,"
+            f"impl 'triton' needs heads of width {', '.join(map(str, HEAD_WIDTHS))} in bfloat16,"
             f" float16 or float32, not {q.shape[-1]} in {q.dtype}: choose dense"
         )
 
@@ -314,7 +315,7 @@ def check(q: Tensor) -> None:
 def launch(
     kernel: str, shape: torch.Size, dtype: torch.dtype, causal: bool
 ) -> tuple[tuple[int], dict]:
-    """The grid and the constants of a kernel; neither depends on the documents."""
+    """Return the grid and the constants of a kernel; neither depends on the documents."""
     B, T, H, D = shape
     constants = {"CAUSAL": causal, "D": D} | tiles(kernel, D, dtype)
     return (-(-T // constants["OWN"]) * B * H,), constants
@@ -327,7 +328,7 @@ def with_adjacent_numbers(*arrays: Tensor) -> list[Tensor]:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, start: Tensor, end: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """The output (B, T, H, D), and each query's log-sum-exp (B, H, T)."""
+    """Return the output (B, T, H, D), and each query's log-sum-exp (B, H, T)."""
     B, T, H, D = q.shape
     q, k, v = with_adjacent_numbers(q, k, v)
     out = torch.empty(B, T, H, D, dtype=q.dtype, device=q.device)
@@ -341,7 +342,7 @@ def forward(
 
 
 def backward(dout: Tensor, saved: Sequence[Tensor], causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, (B, T, H, D) each.
+    """Return the gradients of q, k and v, (B, T, H, D) each.
 
     Args: saved q, k, v, output and log-sum-exp of the forward pass, start, end
     """
