@@ -102,7 +102,7 @@ def token_counts(tokens: np.ndarray, lengths: np.ndarray, vocab_size: int) -> np
 
 
 def surprisal(counts: np.ndarray) -> np.ndarray:
-    """(V,) -log of each token's frequency, in nats; a token never seen counts as seen once."""
+    """Return -log of each token's frequency (V,), in nats; a token never seen counts once."""
     counts = np.maximum(counts, 1)
     return -np.log(counts / counts.sum())
 
@@ -260,7 +260,7 @@ class Pass(NamedTuple):
 
 
 def is_whole(file: Path) -> bool:
-    """Whether the file is an array, complete according to its header."""
+    """Tell whether the file is an array that is complete according to its header."""
     with suppress(OSError, ValueError, EOFError):
         return np.load(file, mmap_mode="r") is not None
     return False
@@ -304,7 +304,7 @@ def in_processes(task: Callable, items: list, workers: int) -> Iterator[tuple]:
 
 
 def _live_with_parent() -> None:
-    """In a worker: leave interrupts to the parent, and exit when the parent does."""
+    """Leave interrupts to the parent process, and exit when it does; runs in each worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler would raise inside a task
 
@@ -367,13 +367,13 @@ def fingerprint(samples: Samples, name: str) -> str:
 
 
 def index_folder(given: str | None, samples: Samples) -> Path:
-    """The folder of the indexes for one kind of samples, by default inside the store."""
+    """Return the folder of the indexes for these samples, by default inside the store."""
     kind = f"{samples.kind}-{samples.seq_len}"
     return Path(given or samples.store.path / "curriculum") / kind
 
 
 def lacking_in(folder: Path, samples: Samples, names: Sequence[str]) -> list[str]:
-    """The metrics that have no index in this folder.
+    """Return the metrics that have no index in this folder.
 
     Raises: ValueError for existing indexes that `opened` refuses; every byte is checked
     """

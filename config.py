@@ -94,7 +94,7 @@ def parse_or_resume(argv: list[str]) -> tuple[Config, Started | None]:
 
 
 def resumed(saved: Flat, given: Flat) -> Flat:
-    """The settings of a resumed run: the saved ones, updated with the free ones that are given.
+    """Return the settings of a resumed run: the saved ones, and the free ones that are given.
 
     Raises: ValueError if a setting that is not free is given another value
     """
@@ -133,7 +133,7 @@ def build(settings: Flat, will_run: bool = True, file: str = "") -> Config:
 
 
 def shared_by_ranks(config: Config) -> Flat:
-    """The settings that must be the same on all ranks, {flag: value}; paths may differ."""
+    """Return the settings that must be the same on all ranks, {flag: value}; paths may differ."""
     shared = flattened(config)
     for path in ("data.data", "data.tokenizer", "run.out"):
         del shared[path]
@@ -141,7 +141,7 @@ def shared_by_ranks(config: Config) -> Flat:
 
 
 def samples_kind(config: Config) -> str:
-    """What a sample is: a piece of a document (for a BERT, or to pack), or a row of the stream."""
+    """Tell what a sample is: a piece of a document (for a BERT, or to pack), or a row of text."""
     if config.model.model == "bert":
         return "pairs" if config.model.nsp else "bert"
     return "pieces" if config.pack.on else "rows"
@@ -150,7 +150,7 @@ def samples_kind(config: Config) -> str:
 def transformer_config(
     config: Settings, vocab_size: int, positions: int | None = None
 ) -> TransformerConfig:
-    """The dimensions of the model. There are as many learned positions as --size says.
+    """Return the dimensions of the model, with as many learned positions as --size says.
 
     Args: positions how many learned positions published weights have; None without such weights
     """

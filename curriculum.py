@@ -123,7 +123,7 @@ class Ranking:
         return len(self.order)
 
     def at_percent(self, percent: int) -> int:
-        """How many samples are the first `percent` %, rounded up, so that 1 % is at least one.
+        """Count the samples in the first `percent` %, rounded up, so that 1 % is at least one.
 
         Deviates: DeepSpeed (data_sampling/data_sampler.py) takes N // 100 samples for each percent,
                   which is none if there are fewer than a hundred
@@ -131,15 +131,15 @@ class Ranking:
         return -(-len(self) * percent // 100)
 
     def at_value(self, value: float) -> int:
-        """How many samples have at most this value; equal samples are all in or all out."""
+        """Count the samples with at most this value; equal samples are all in or all out."""
         return bisect_right(self.order, value, key=lambda sample: self.values[sample])
 
     def highest(self, count: int) -> float:
-        """The highest value among the first `count`."""
+        """Return the highest value among the first `count` samples."""
         return self.values[self.order[count - 1]].item()
 
     def holds(self, ids: np.ndarray, count: int) -> np.ndarray:
-        """(n,) bool: which samples are among the first `count`."""
+        """Tell which samples are among the first `count`, (n,) bool."""
         last = self.order[count - 1]
         values, bound = self.values[ids], self.values[last]
         return (values < bound) | ((values == bound) & (ids <= last))
@@ -164,7 +164,7 @@ class Pool:
         return self.filters[0].count
 
     def ids(self, ranks: np.ndarray) -> np.ndarray:
-        """The samples at these ranks, (n,) int64; -1 for a sample that another filter rejects."""
+        """Return the samples at these ranks, (n,) int64; -1 for one that another filter rejects."""
         shortest, *others = self.filters
         ids = shortest.ranking.order[ranks].astype(np.int64)
         for count, ranking in others:

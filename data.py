@@ -98,7 +98,7 @@ class Samples:
             )
 
     def _table(self) -> np.ndarray:
-        """The spans of all samples, (N, 2) int64."""
+        """Compute or open the spans of all samples, (N, 2) int64."""
         at_most = len(self.documents) + (self.stop - self.start) // self.max_piece_len
         if at_most <= IN_MEMORY or not os.access(self.store.path, os.W_OK):
             return np.concatenate([np.empty((0, 2), np.int64), *self._parts()])
@@ -133,18 +133,18 @@ class Samples:
         return rows if self.table is None else len(self.table)
 
     def spans(self, ids: np.ndarray) -> np.ndarray:
-        """(n,) sample ids -> (n, 2) first and one-past-last token of each in the store."""
+        """Return the spans (n, 2) of samples (n,): first and one-past-last token in the store."""
         if self.table is not None:
             return self.table[ids]
         start = self.start + ids * self.max_piece_len
         return np.stack((start, np.minimum(start + self.max_piece_len, self.stop)), axis=1)
 
     def shuffled(self, draws: np.ndarray, seed: int) -> np.ndarray:
-        """(m,) numbers of draws -> (m,) sample ids, shuffled pass after pass (support/clock.py)."""
+        """Turn numbers of draws (m,) into sample ids (m,), shuffled anew in every pass."""
         return shuffled(draws, len(self), seed)
 
     def some(self, tokens: int) -> np.ndarray:
-        """The spans (n, 2) of a fixed random choice of samples, about `tokens` tokens in all."""
+        """Return spans (n, 2) of a fixed random choice of samples, about `tokens` tokens in all."""
         # a sample has at least one token, so this many samples are always enough
         some = shuffled(np.arange(min(tokens, len(self))), len(self), seed=0)
         spans = self.spans(some)
@@ -289,7 +289,7 @@ class MixedTokens:
         self.starts = np.cumsum([0, *(len(array) for array in arrays)])  # (parts + 1,)
 
     def take(self, places: np.ndarray, mode: str) -> np.ndarray:
-        """Like ndarray.take on the joined arrays; `mode` is always "clip"."""
+        """Do what ndarray.take does on the joined arrays; `mode` is always "clip"."""
         places = np.clip(places, 0, self.starts[-1] - 1)
         tokens = np.empty(len(places), self.arrays[0].dtype)
         for number, chosen in by_part(self.starts, places):
@@ -299,14 +299,14 @@ class MixedTokens:
 
 
 def by_part(starts: np.ndarray, places: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """For each part i, which begins at starts[i], yield i and the indices of the places in it."""
+    """Yield, for each part i, which begins at starts[i], i and the indices of the places in it."""
     part = np.searchsorted(starts, places, side="right") - 1
     for number in range(len(starts) - 1):
         yield number, np.flatnonzero(part == number)
 
 
 def samples_in(store: AnyStore, kind: str, seq_len: int) -> "Samples | MixedSamples":
-    """The training samples of a store, or of a mixture."""
+    """Open the training samples of a store, or of a mixture."""
     return (MixedSamples if isinstance(store, Mixture) else Samples)(store, kind, seq_len)
 
 
@@ -331,7 +331,7 @@ class MixedSamples:
         return int(self.first_ids[-1])
 
     def shuffled(self, draws: np.ndarray, seed: int) -> np.ndarray:
-        """(m,) numbers of draws -> (m,) sample ids; each store is shuffled separately.
+        """Turn numbers of draws (m,) into sample ids (m,); each store is shuffled separately.
 
         The first store is read in the same order as in a run on it alone.
         """
@@ -344,7 +344,7 @@ class MixedSamples:
         return ids
 
     def spans(self, ids: np.ndarray) -> np.ndarray:
-        """(n,) sample ids -> (n, 2) first and one-past-last token of each in the mixture."""
+        """Return the spans (n, 2) of samples (n,): first and one-past-last token in the mixture."""
         spans = np.empty((len(ids), 2), np.int64)
         for number, chosen in by_part(self.first_ids, ids):
             of_part = self.parts[number].spans(ids[chosen] - self.first_ids[number])
@@ -365,12 +365,12 @@ class MixedSamples:
 
 
 def mean_length(samples: Samples) -> Fraction:
-    """The mean length of a sample in tokens, including a BERT's special ones, as the clock does."""
+    """Return the mean tokens of a sample, including a BERT's special ones, as the clock does."""
     return Fraction(samples.tokens, len(samples)) + samples.special_tokens
 
 
 def nested_shares(often: Sequence[Fraction]) -> list[int]:
-    """For each store, compute its share of the draws that earlier stores leave, in units of 2^-32.
+    """Compute each store's share of the draws that earlier stores leave, in units of 2^-32.
 
     Args:    often how often each store is drawn, relative to the others
     Example: [2, 1, 1] -> [1/2, 1/2, 1], times 2^32
@@ -489,13 +489,13 @@ class Rows:
         return len(self.offsets) - 1
 
     def take(self, numbers: np.ndarray) -> "Rows":
-        """The rows with these numbers, in this order."""
+        """Select rows by their numbers, in this order."""
         sizes = np.diff(self.offsets)[numbers]
         pieces = np.repeat(self.offsets[numbers], sizes) + numbered(sizes)
         return replace(self.pieces(pieces), offsets=np.concatenate(([0], np.cumsum(sizes))))
 
     def pieces(self, numbers: np.ndarray) -> "Rows":
-        """The pieces with these numbers, each in its own row."""
+        """Select pieces by their numbers, each in a row of its own."""
         return Rows(
             self.start[numbers],
             self.stop[numbers],
@@ -505,7 +505,7 @@ class Rows:
         )
 
     def of_rank(self, rank: int, world_size: int) -> tuple[np.ndarray, "Rows"]:
-        """This rank's share of the rows, with their numbers; blank rows make the shares equal.
+        """Return this rank's rows and their numbers; blank rows make all shares equal.
 
         Rows are dealt out to the ranks forwards, then backwards, and so on. If the heaviest come
         first, every rank gets nearly equal work, and does so in each micro-batch.
@@ -529,7 +529,7 @@ class Rows:
 
 
 def reshaped_len(seq_len: int, limit: int) -> int:
-    """The length, at most `limit`, of the rows into which `reshape` cuts a row of `seq_len` tokens.
+    """Choose the length, at most `limit`, into which `reshape` cuts rows of `seq_len` tokens.
 
     Rows are as short as their number allows, in multiples of 8. So while the limit grows smoothly,
     the length grows in steps: rows of 1,024 are cut into rows of 512 at every limit from 512 to

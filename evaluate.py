@@ -172,7 +172,7 @@ class HeldOut(NamedTuple):
     by_store: dict[str, float] | None = None  # bits per byte of each store of a mixture
 
     def logged(self) -> dict[str, float | dict[str, float]]:
-        """The fields that are not None."""
+        """Return the fields that are not None."""
         return {name: value for name, value in self._asdict().items() if value is not None}
 
     def __str__(self) -> str:
@@ -373,7 +373,7 @@ def right_answers(model: nn.Module, runtime: Runtime, batch: Batch) -> tuple[Ten
 
 
 def tokens_of_each(mixture: Mixture, tokens: int | None) -> list[int | None]:
-    """How many tokens of each store to evaluate: half are divided evenly, half by weight.
+    """Divide the tokens to evaluate among the stores: half evenly, half by weight.
 
     So a store with a large weight is measured precisely, and one with a small weight still counts.
 

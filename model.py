@@ -131,7 +131,7 @@ class Batch(NamedTuple):
         return Batch(*(None if field is None else field[part] for field in self))
 
     def with_documents(self) -> "Batch":
-        """The same batch, with positions and doc_ids even if every row is a single piece."""
+        """Fill in positions and doc_ids if they are None because every row is a single piece."""
         if self.doc_ids is not None:
             return self
         rows, T = self.tokens.shape
@@ -139,7 +139,7 @@ class Batch(NamedTuple):
         return self._replace(positions=positions, doc_ids=torch.zeros_like(positions))
 
     def to(self, device: torch.device) -> "Batch":
-        """The same batch on a device; all fields are copied in one transfer."""
+        """Copy the batch to a device, all fields in one transfer."""
         if self.tokens.device.type == device.type:
             return self
         fields = on_device(torch.stack([f for f in self if f is not None]), device)  # (n, B, T)
@@ -209,12 +209,12 @@ BlockRunner = Callable[[int, Block, Tensor, "TokenMeta"], Tensor]
 
 
 def run_plain(layer: int, block: Block, x: Tensor, meta: "TokenMeta") -> Tensor:
-    """The default `run_block`: run every token through the block."""
+    """Run every token through the block: the default `run_block`."""
     return block(x, meta)
 
 
 def run_recomputed(layer: int, block: Block, x: Tensor, meta: "TokenMeta") -> Tensor:
-    """The same in less memory: keep only x, and run the block again in the backward pass."""
+    """Do the same in less memory: keep only x, and run the block again in the backward pass."""
     return checkpoint(block, x, meta, use_reentrant=False)
 
 
@@ -392,7 +392,7 @@ class Predicted(NamedTuple):
         return Predicted(*(at if at is None else on_device(at, device) for at in self))
 
     def rows(self, part: slice, T: int) -> "Predicted":
-        """The positions in some of the rows, counted from the first of these rows."""
+        """Select the positions in some of the rows, counted from the first of these rows."""
         ends = torch.tensor([part.start * T, part.stop * T])
 
         def cut(at: Tensor | None) -> Tensor | None:

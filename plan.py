@@ -111,13 +111,13 @@ class Step(NamedTuple):
     predicted: Predicted | None = None  # where a BERT has targets; None finds them in the batch
 
     def to(self, device: torch.device) -> "Step":
-        """The same step, with its rows on a device."""
+        """Copy the step's rows to a device."""
         predicted = self.predicted and self.predicted.to(device)
         rows = on_device(self.rows, device)
         return self._replace(batch=self.batch.to(device), rows=rows, predicted=predicted)
 
     def columns(self) -> dict[str, object]:
-        """The columns of the log that describe this step; the clock adds its own."""
+        """Return the columns of the log that describe this step; the clock adds its own."""
         return {
             "max_piece_len": self.max_piece_len,
             "kept_tokens": min(filter(None, self.tokens_by_layer)),  # 0: a layer that is skipped
@@ -128,7 +128,7 @@ class Step(NamedTuple):
         }
 
     def part(self, rows: slice) -> "Step":
-        """The same step, with only some of this rank's rows."""
+        """Select some of this rank's rows: a micro-batch."""
         predicted = self.predicted and self.predicted.rows(rows, self.seq_len)
         return self._replace(batch=self.batch.rows(rows), rows=self.rows[rows], predicted=predicted)
 
@@ -177,7 +177,7 @@ class Plan:
             self.curriculum = Curriculum(pacings, settings.optim.schedule_tokens, seq_len, indexes)
 
     def first_note(self, step: Step) -> str:
-        """The step's note if no step had one before, else an empty string."""
+        """Return the step's note if no step had one before, else an empty string."""
         note = "" if self.has_noted else step.note
         self.has_noted = self.has_noted or bool(step.note)
         return note
@@ -259,7 +259,7 @@ class Plan:
     # ---- what is ahead
 
     def full_step(self, clock: Clock) -> Step:
-        """The step at this clock if one piece filled each row; no sample is drawn."""
+        """Work out the step at this clock if one piece filled each row; draw no samples."""
         stage, T = self.stage_at(clock.consumed_tokens), self.seq_len
         seq_len = T if self.settings.pack.on else stage.max_piece_len
         rows = Rows.of(np.tile([0, seq_len - self.extra], (self.draws_per_step, 1)))
@@ -269,7 +269,7 @@ class Plan:
         return self.costed(Chosen(rows, seq_len, stage, after=clock.cursor), clock)
 
     def end(self, clock: Clock) -> Clock:
-        """The clock at the end of the run, if all its rows from here on are full.
+        """Return the clock at the end of the run, if all its rows from here on are full.
 
         Rows of a GPT without --pack are full, except the last of the stream. To be quick, it skips
         stretches of at most a thousandth of the budget whose first and last steps cost the same. So
@@ -348,7 +348,7 @@ class Plan:
         return f"{taken}; without techniques the same --tokens read {plain}"
 
     def plain(self) -> "Plan":
-        """The plan of the same run with all techniques off."""
+        """Make the plan of the same run with all techniques off."""
         off = {name: type(getattr(self.settings, name))() for name in TECHNIQUES}
         settings = replace(self.settings, **off)
         return Plan(settings, self.store, self.special_ids, self.runtime, self.model)
@@ -363,13 +363,13 @@ class Plan:
             raise ValueError(f"--nsp: {lacks}: leave out --nsp, or name another store with --data")
 
     def stage_at(self, consumed_tokens: int) -> Stage:
-        """The longest piece and the pool of samples allowed at one point of the run."""
+        """Return the longest piece and the pool of samples allowed at one point of the run."""
         if self.curriculum is None:
             return Stage(difficulty={}, max_piece_len=self.seq_len, pool=None, note="")
         return self.curriculum.at(consumed_tokens)
 
     def cursor_at(self, consumed_tokens: int, last: Cursor) -> Cursor:
-        """The cursor to draw from now; if the pool of samples has changed, a new shuffle starts."""
+        """Return the cursor to draw from now; if the pool has changed, start a new shuffle here."""
         if self.stage_at(consumed_tokens).pool != self.stage_at(last.drawn_at_tokens).pool:
             last = last._replace(stage_first_draw=last.first_draw)
         return last._replace(drawn_at_tokens=consumed_tokens)
@@ -414,7 +414,7 @@ class Plan:
         return Rows.of(spans, pairs=pairs)
 
     def packed_rows(self, clock: Clock) -> Chosen:
-        """The packed rows of a step, heaviest first, so that `Rows.of_rank` gives ranks equal work.
+        """Collect a step's packed rows, heaviest first, so that `Rows.of_rank` shares work equally.
 
         There are as many as without packing, or with --pack-batch documents as many as the same
         samples fill.

@@ -440,7 +440,7 @@ def map_tokens(file: Path, dtype: np.dtype | str) -> np.ndarray:
 
 
 def embedded_store(name: str) -> Path:
-    """The embedded corpus as a store, in tokenizer `name`; prepared on first use and then kept.
+    """Return the store of the embedded corpus in tokenizer `name`; prepare it on first use.
 
     It is in .cache of the repository or, if the repository is read-only, in the user's cache.
     """

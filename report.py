@@ -104,7 +104,7 @@ class RunLog(NamedTuple):
         return [line for line in self.lines["eval"] if not line["last"]] or self.lines["eval"]
 
     def at(self, column: str, step: float = math.inf) -> float:
-        """The value of a cumulative column after a step, or at the end."""
+        """Return the value of a cumulative column after a step, or at the end."""
         done = int(np.searchsorted(self.steps["step"], step, side="right"))
         return float(self.steps[column][done - 1]) if done else 0.0
 
@@ -155,7 +155,7 @@ def recipes_of(logs: Sequence[RunLog]) -> dict[str, list[RunLog]]:
 
 
 def cost_to_reach(log: RunLog, loss: float) -> dict[str, float] | None:
-    """What a run spent, in each of UNITS, until its held-out loss fell to so many bits per byte.
+    """Work out what a run spent, in each of UNITS, until its held-out loss fell to `loss`.
 
     Returns: None if it never did; the cost up to its first evaluation if that was already below
     Example: from 3.0 after 100 tokens to 2.0 after 200, it reaches 2.5 after 150
@@ -361,7 +361,7 @@ def charts_of(runs: Runs, loss: float | None, marks: list[float]) -> list[str]:
 
 
 def with_seeds(values: list[float], digits: int) -> str:
-    """The mean over seeds, with minimum and maximum: [1.0, 1.2] -> "1.10 (1.00 to 1.20)" """
+    """Show mean, minimum and maximum over seeds: [1.0, 1.2] -> "1.10 (1.00 to 1.20)" """
     if not values:
         return "–"
     ends = f" ({min(values):.{digits}f} to {max(values):.{digits}f})" if len(values) > 1 else ""
@@ -373,7 +373,7 @@ def cell(value: str, detail: str) -> str:
 
 
 def facts(logs: list[RunLog]) -> dict[str, str]:
-    """The main results of a recipe, as cells of a table: means over its runs."""
+    """Return the main results of a recipe as cells of a table: means over its runs."""
     settings, ended = logs[0].settings, [log for log in logs if log.final]
     evals = [(log, log.final or log.on_the_way[-1]) for log in ended or logs if log.lines["eval"]]
     texts = {log.text_of(line) for log, line in evals}
@@ -400,7 +400,7 @@ def facts(logs: list[RunLog]) -> dict[str, str]:
 
 
 def costs(logs: list[RunLog], first: list[RunLog], loss: float) -> dict[str, str]:
-    """What a recipe's runs spent to reach a loss, relative to the mean of the first recipe."""
+    """Return what a recipe's runs spent to reach a loss, relative to the first recipe's mean."""
     own, base = ([c for log in runs if (c := cost_to_reach(log, loss))] for runs in (logs, first))
     cells = {"reached": f"{len(own)} of {len(logs)}"}
     for unit, name in UNITS.items():
@@ -415,7 +415,7 @@ def costs(logs: list[RunLog], first: list[RunLog], loss: float) -> dict[str, str
 
 
 def events_of(log: RunLog) -> list[tuple[int, str]]:
-    """The steps after which a run was resumed, or --pseudo changed its model, with descriptions."""
+    """List the steps after which a run was resumed, or --pseudo changed its model."""
     events = [(s["resumed_at"], f"resumed with commit {s['commit']}") for s in log.lines["run"][1:]]
     for line in log.lines["stage"]:
         used = " ".join("." if owner < 0 else str(owner) for owner in line["owners"])
@@ -424,7 +424,7 @@ def events_of(log: RunLog) -> list[tuple[int, str]]:
 
 
 def differing(settings: dict[str, dict]) -> dict[str, dict[str, str]]:
-    """For each recipe, the settings that are not the same in all recipes, {flag: value}."""
+    """Return for each recipe {flag: value} of the settings that differ between recipes."""
     flags = {name: setting.flag for name, setting in settings_of(config.Config).items()}
     names = dict.fromkeys(name for one in settings.values() for name in one)
     differ = [n for n in names if len({str(one.get(n)) for one in settings.values()}) > 1]
@@ -451,7 +451,7 @@ def table(rows: dict[str, dict[str, str]], turned: bool = False) -> str:
 
 
 def loss_to_reach(first: list[RunLog]) -> float | None:
-    """The highest of the last held-out losses of the first recipe, which all its seeds reach."""
+    """Return the highest last held-out loss in the first recipe, which all its seeds reach."""
     if all(log.lines["eval"] for log in first):
         return max(log.on_the_way[-1]["val_bpb"] for log in first)
     return None

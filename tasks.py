@@ -100,7 +100,7 @@ def read_task(file: str | Path) -> Task:
 
 
 def doc_id_of(numbered: tuple[str, dict]) -> str | int:
-    """The key that all lines of one question share; in our format, a line is a whole question."""
+    """Return the key that all lines of a question share; in our format, a question is one line."""
     where, line = numbered
     return line["doc_id"] if "request" in line else where
 
