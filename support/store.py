@@ -1,22 +1,22 @@
-"""Tokenizers, the token store that training reads, and files that appear whole or not at all.
+"""Tokenizers, the token store that training reads, and files that are written whole or not at all.
 
-A store is a folder. Of the documents "ab" and "c", in bytes (end-of-text is 256), the second one
-held out:
+A store is a folder. This one holds the documents "ab" and "c", encoded as bytes (end-of-text is
+256); the second one is held out:
 
-    tokens.bin      97 98 256 | 99 256      uint16, or uint32 from 65,536 tokens on
+    tokens.bin      97 98 256 | 99 256      uint16, or uint32 if the vocabulary exceeds 65,535
     documents.idx   0 3 5                   int64, where each document begins and the last one ends
     meta.json       {"train_documents": 1, "train_tokens": 3, "train_bytes": 2, "documents": 2, ...}
                     counts, the tokenizer's name and fingerprint, sha256 of the files
 
-Held-out documents come last, so training, which reads the tokens before them, cannot meet one.
+Held-out documents come last. Training reads only the tokens before them, so it never sees one.
 
-Five tokenizers, all with the same five special tokens: `pd4k` (4,096 ranks learned from the
-embedded corpus, the default), `bytes` (no merges), `gpt2` (tiktoken's), any .tiktoken file of
-ranks, or Llama 3's tokenizer.model, which is such a file for a pattern of its own. Text that spells
-a special token is encoded as plain text: prepare.py and data.py insert end-of-text, [CLS] and the
-others by their ids.
+There are five tokenizers, all with the same five special tokens: `pd4k` (the default: 4,096 ranks
+learned from the embedded corpus), `bytes` (no merges), `gpt2` (from tiktoken), any .tiktoken file
+of ranks, or Llama 3's tokenizer.model, which is such a file with a different split pattern. Text
+that spells a special token is encoded as plain text: prepare.py and data.py insert end-of-text,
+[CLS] and the others by their ids.
 
-Does not read text: prepare.py does, and makes a store of it, or ranks.
+This file does not read text: prepare.py does, and makes a store or ranks from it.
 
 Paper: Sennrich et al. 2016, arXiv 1508.07909, algorithm 1 (merge the most frequent pair); Radford
 et al. 2019 (GPT-2), section 2.2 (merge bytes, only inside the pieces that a pattern splits off)
@@ -53,12 +53,12 @@ NAMES = "pd4k, bytes, gpt2, a .tiktoken file or Llama 3's tokenizer.model"
 SPECIAL_TOKENS = ("<|endoftext|>", "[PAD]", "[CLS]", "[SEP]", "[MASK]")
 
 # GPT-2's pattern as tiktoken writes it, with one bound added: tiktoken's regex engine overflows its
-# stack on about a million blanks in a row, so a piece has at most 100,000. The pattern is part of
-# the fingerprint, so it is copied here: tiktoken may rewrite its own.
+# stack on about a million blanks in a row, so a piece has at most 100,000. It is copied here,
+# because the fingerprint depends on it and tiktoken might rewrite its pattern.
 SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s{1,100000}(?!\S)|\s"
 
-# Llama 3's, with the same bound, and its special tokens: 256, of which a pretraining text has the
-# first two. Four of those that Meta reserves are BERT's here.
+# Llama 3's pattern, with the same bound, and its 256 special tokens, of which pretraining text uses
+# only the first two. We use four that Meta reserves for BERT's special tokens.
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}++|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]+|\s{1,100000}(?!\S)|\s"
@@ -67,13 +67,14 @@ LLAMA3_SPECIAL = ("<|begin_of_text|>", *SPECIAL_TOKENS, *(f"[RESERVED{i}]" for i
 
 
 def get_encoding(name: str = "pd4k") -> tiktoken.Encoding:
-    """Load a tokenizer by its name, or from a file of ranks: .tiktoken for GPT-2's pattern, .model
-    for Llama 3's.
+    """Load a tokenizer by name or from a file of ranks.
 
-    The special tokens come after the ranks: end-of-text first (50256 for gpt2, as published; with
-    Llama 3 the second, 128001), then [PAD], [CLS], [SEP], [MASK].
+    A .tiktoken file is used with GPT-2's split pattern, a .model file with Llama 3's. The special
+    tokens follow the ranks: end-of-text first (50256 for gpt2, as published; second for Llama 3:
+    128001), then [PAD], [CLS], [SEP], [MASK].
 
-    Raises: ValueError for an unknown name, a bad file (with its line), or if gpt2 is out of reach
+    Raises: ValueError for an unknown name, a bad file (naming the line), or if gpt2 is neither
+            cached nor can be downloaded
     """
     if name == "bytes":
         ranks = {bytes([byte]): byte for byte in range(256)}
@@ -81,7 +82,7 @@ def get_encoding(name: str = "pd4k") -> tiktoken.Encoding:
         try:
             ranks = tiktoken.get_encoding("gpt2")._mergeable_ranks
         except OSError as error:
-            why = "is neither in TIKTOKEN_CACHE_DIR nor to be had from the network"
+            why = "is not in TIKTOKEN_CACHE_DIR and cannot be downloaded"
             raise ValueError(f"tokenizer gpt2: {why}") from error
     elif name == "pd4k" or name.endswith((".tiktoken", ".model")):
         ranks = read_ranks(PD4K if name == "pd4k" else Path(name))
@@ -97,16 +98,16 @@ def get_encoding(name: str = "pd4k") -> tiktoken.Encoding:
     )
 
 
-# tiktoken has no public access to an encoding's pattern and ranks: these functions read the
+# tiktoken has no public access to an encoding's pattern and ranks, so these functions read the
 # attributes that it pickles.
 def vocab_size(encoding: tiktoken.Encoding, model: str) -> int:
-    """Count the ids a model needs: all, but for a GPT none after end-of-text, if these are ours."""
+    """Count the ids that a model needs. A GPT does not need our special tokens for BERT."""
     only_bert = len(SPECIAL_TOKENS) - 1 if encoding._pat_str == SPLIT else 0
     return encoding.n_vocab - (only_bert if model == "gpt" else 0)
 
 
 def fingerprint(encoding: tiktoken.Encoding) -> str:
-    """Identify an encoding by its content: the sha256 of pattern, ranks and special tokens."""
+    """Hash what an encoding consists of: the sha256 of its pattern, ranks and special tokens."""
     ranks = sorted((rank, token.hex()) for token, rank in encoding._mergeable_ranks.items())
     content = [encoding._pat_str, ranks, sorted(encoding._special_tokens.items())]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
@@ -115,7 +116,7 @@ def fingerprint(encoding: tiktoken.Encoding) -> str:
 def byte_lengths(encoding: tiktoken.Encoding) -> np.ndarray:
     """Count the bytes of text that each id stands for, 0 for a special token.
 
-    The size of a text is the sum over its ids: bits per byte need no decoding.
+    A text's size is the sum over its ids, so bits per byte can be computed without decoding.
 
     Returns: (n_vocab,) int64
     Example: with any tokenizer, byte_lengths[ids of 'the whale'].sum() is 9
@@ -130,7 +131,7 @@ def byte_lengths(encoding: tiktoken.Encoding) -> np.ndarray:
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Read a .tiktoken file. A line is a token in base64 and its rank; ranks count up from 0."""
+    """Read a .tiktoken file: each line has a token in base64 and its rank, counting from 0."""
     ranks: dict[bytes, int] = {}
     for row, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
@@ -140,7 +141,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
             token = rank = b""
         if rank != b"%d" % len(ranks) or token in ranks:
             needs = f"needs a new token in base64 and rank {len(ranks)}"
-            raise ValueError(f"{path}:{row}: {needs}; files of SentencePiece are not supported")
+            raise ValueError(f"{path}:{row}: {needs}; SentencePiece files are not supported")
         ranks[token] = len(ranks)
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
         raise ValueError(f"{path}:{len(ranks)}: ends without a rank for byte {missing[0]}")
@@ -155,18 +156,20 @@ def write_ranks(path: Path, ranks: dict[bytes, int]) -> None:
 
 
 def learn_ranks(texts: Iterable[str], n_ranks: int) -> dict[bytes, int]:
-    """Learn a byte-pair vocabulary: repeatedly make a token of the most frequent pair.
+    """Learn a byte-pair vocabulary: repeatedly turn the most frequent pair into a token.
 
-    Pairs are counted inside the pieces of the split pattern, so no token crosses their borders.
-    Among equally frequent pairs the one with the lowest ids is merged first, so the ranks do not
-    depend on the order of the documents.
+    Pairs are counted inside the pieces of the split pattern, so no token crosses a border between
+    pieces. Among equally frequent pairs, the one with the lowest ids is merged first, so the ranks
+    do not depend on the order of the documents.
 
     Paper:    arXiv 1508.07909, algorithm 1
     Returns:  {token: rank} in the order of the ranks; the 256 bytes come first
-    Raises:   ValueError for n_ranks below 256, or when no pair occurs twice
+    Raises:   ValueError if n_ranks is below 256, or if it is not reached before no pair occurs
+              twice
     Cost:     a merge visits only the distinct pieces that contain its pair, and an outdated count
-              is corrected when it comes up in the heap. pd-mix, 4,096 ranks: under 10 s on one core
-    Deviates: a pair whose bytes are already a token (aa+aaa after aaaa+a) takes that token's id
+              is corrected when it reaches the top of the heap. pd-mix, 4,096 ranks: under 10 s on
+              one core
+    Deviates: a pair whose bytes are already a token (aa+aaa after aaaa+a) gets that token's id
     Example:  ['aaabdaaabac'] and 259 ranks give aa (4 times), then ab (2 times, like aa+a, but its
               ids are lower), then aa+ab
     """
@@ -176,13 +179,13 @@ def learn_ranks(texts: Iterable[str], n_ranks: int) -> dict[bytes, int]:
     copies: Counter[str] = Counter()
     for text in texts:
         copies.update(split.findall(text))
-    # A word is a piece with one character per token, chr(rank). Strings compare as their ranks do,
-    # and str.replace merges as an encoder does: from left to right, without overlap.
+    # A word is a piece with one character per token, chr(rank). Strings then compare like their
+    # ranks, and str.replace merges like an encoder: from left to right, without overlap.
     words = {piece: piece.encode().decode("latin-1") for piece in copies}
     ranks = {bytes([byte]): byte for byte in range(256)}
     tokens = list(ranks)
     counts: Counter[str] = Counter()
-    holders = defaultdict(set)  # pair -> pieces that contain it, or once did
+    holders = defaultdict(set)  # pair -> pieces that contain it, or used to
 
     def count_pairs(pieces: Iterable[str], sign: int) -> None:
         for piece in pieces:
@@ -196,11 +199,11 @@ def learn_ranks(texts: Iterable[str], n_ranks: int) -> dict[bytes, int]:
     bar = tqdm(total=n_ranks, initial=256, unit=" ranks", disable=None, leave=False)
     while len(ranks) < n_ranks:
         minus_count, pair = heapq.heappop(heap) if heap else (0, "")
-        if minus_count != -counts[pair]:  # outdated: the count fell since (a risen one was pushed)
+        if minus_count != -counts[pair]:  # outdated: the count has fallen (new highs are pushed)
             heapq.heappush(heap, (-counts[pair], pair))
             continue
         if minus_count > -2:
-            raise ValueError(f"--learn-ranks {n_ranks}: training documents give only {len(ranks)}")
+            raise ValueError(f"--learn-ranks {n_ranks}: training documents yield only {len(ranks)}")
         token = tokens[ord(pair[0])] + tokens[ord(pair[1])]
         if token not in ranks:
             ranks[token] = len(ranks)
@@ -221,28 +224,28 @@ def learn_ranks(texts: Iterable[str], n_ranks: int) -> dict[bytes, int]:
 
 # ---- the store
 
-FORMAT = 1  # of the folder; a store of another format is refused
+FORMAT = 1  # of the folder; stores in another format are refused
 
 
 class StoreWriter:
-    """Writes the files of a store into a folder: documents as they come, held-out ones last."""
+    """Writes a store's files into a folder: documents as they arrive, but held-out ones last."""
 
     def __init__(self, folder: Path, encoding: tiktoken.Encoding):
         self.folder = folder
         self.encoding = encoding
         self.dtype = np.dtype("uint16" if encoding.n_vocab <= 65_535 else "uint32")
         self.byte_lengths = byte_lengths(encoding)
-        # of what is for training, and of what is held out
+        # The first entry of each list is for training documents, the second for held-out ones.
         self.files = [(folder / name).open("w+b") for name in ("tokens.bin", "held_out.tmp")]
-        self.ends = [array("q"), array("q")]  # of documents, in tokens from the first one
+        self.ends = [array("q"), array("q")]  # where documents end, in tokens
         self.tokens = [0, 0]
         self.bytes = [0, 0]
 
     def append(self, ids: np.ndarray, held_out: bool, ends: Iterable[int]) -> None:
-        """Add tokens to one side.
+        """Append tokens to the training documents or to the held-out ones.
 
-        Args:    ends where documents end in `ids`, each after its end-of-text; the tokens after the
-                 last of these ends begin a document that the next call goes on with
+        Args:    ends where documents end in `ids`, each after its end-of-text; tokens after the
+                      last end begin a document that the next call continues
         Example: 97 98 256 99 with ends [3], then 256 with ends [1]: the documents "ab" and "c"
         """
         self.files[held_out].write(ids.astype(self.dtype))
@@ -251,10 +254,11 @@ class StoreWriter:
         self.bytes[held_out] += int(self.byte_lengths[ids].sum())
 
     def finish(self, tokenizer: str, inputs: Sequence[str | Path], **origin: object) -> dict:
-        """Put what is held out behind the rest, and write documents.idx and meta.json.
+        """Append the held-out tokens to the others, and write documents.idx and meta.json.
 
-        Args:    tokenizer its name, for get_encoding
-                 origin    what else meta.json says
+        Args:    tokenizer the name that get_encoding loads it by
+                 inputs    the files that the text came from, for the error
+                 origin    more entries for meta.json
         Returns: the contents of meta.json
         Raises:  ValueError naming the inputs, if they have no text
         """
@@ -283,9 +287,9 @@ class StoreWriter:
 
 @dataclass(frozen=True)
 class Store:
-    """A store that is open to be read. Document i is tokens[offsets[i]:offsets[i + 1]].
+    """A store opened for reading. Document i is tokens[offsets[i]:offsets[i + 1]].
 
-    meta      the contents of meta.json; the first meta["train_tokens"] are for training
+    meta      the contents of meta.json; the first meta["train_tokens"] tokens are for training
     tokens    (tokens,) uint16 or uint32
     offsets   (documents + 1,) int64
     """
@@ -297,23 +301,23 @@ class Store:
 
     @classmethod
     def open(cls, path: str | Path) -> "Store":
-        """Map the files of a store, if they are as long as meta.json says.
+        """Memory-map the files of a store, after checking that their lengths match meta.json.
 
-        Raises: ValueError for a folder that is not a store, or one whose files do not agree
+        Raises: ValueError for a folder that is not a store, or whose files do not match
         """
         path = Path(path)
         try:
             meta = json.loads((path / "meta.json").read_text())
         except (FileNotFoundError, NotADirectoryError):
-            raise ValueError(f"{path}: no token store: make one with prepare.py") from None
+            raise ValueError(f"{path}: not a token store: make one with prepare.py") from None
         if meta["format"] != FORMAT:
-            raise ValueError(f"{path}: is of format {meta['format']}: prepare the store again")
+            raise ValueError(f"{path}: has format {meta['format']}: prepare the store again")
 
         def mapped(name: str, count: int, dtype: str) -> np.ndarray:
             file = path / name
             size = count * np.dtype(dtype).itemsize
             if not file.exists() or file.stat().st_size != size:
-                raise ValueError(f"{file}: needs {size:,} bytes: prepare the store again")
+                raise ValueError(f"{file}: must have {size:,} bytes: prepare the store again")
             return np.asarray(np.memmap(file, dtype, "r"))
 
         store = cls(
@@ -324,25 +328,25 @@ class Store:
         )
         ends = np.array([0, meta["train_documents"], meta["documents"]])
         if store.offsets[ends].tolist() != [0, meta["train_tokens"], meta["tokens"]]:
-            raise ValueError(f"{path}: its files and meta.json do not agree: prepare it again")
+            raise ValueError(f"{path}: documents.idx does not match meta.json: prepare it again")
         return store
 
     @property
     def bytes_per_token(self) -> float:
-        """Of the text for training; end-of-text is a token of no bytes."""
+        """Mean bytes per training token; end-of-text counts as a token without bytes."""
         return self.meta["train_bytes"] / self.meta["train_tokens"]
 
     def check_tokenizer(self, encoding: tiktoken.Encoding) -> None:
-        """Refuse a tokenizer, or a file with its name, that the store was not made with."""
+        """Refuse a tokenizer whose content differs from the store's, even if its name does not."""
         if fingerprint(encoding) != self.meta["tokenizer_fingerprint"]:
-            made_with = f"made with tokenizer {self.meta['tokenizer']}, not with {encoding.name}"
-            raise ValueError(f"{self.path}: {made_with}: choose that one, or prepare it again")
+            made_with = f"made with tokenizer {self.meta['tokenizer']}, not {encoding.name}"
+            raise ValueError(f"{self.path}: {made_with}: choose that, or prepare the store again")
 
     def check_tokens(self, highest: int) -> None:
         """Refuse a store that holds a token outside its vocabulary."""
         if highest >= self.meta["vocab_size"]:
-            problem = f"token {highest} is not in its vocabulary"
-            raise ValueError(f"{self.path}: {problem}: prepare it again")
+            problem = f"token {highest} is not in the vocabulary"
+            raise ValueError(f"{self.path}: {problem}: prepare the store again")
 
 
 def sha256_of(file: Path) -> str:
@@ -352,8 +356,9 @@ def sha256_of(file: Path) -> str:
 
 # ---- whole or not at all
 #
-# Output is written under a hidden name that ends in .tmp, forced to the disk and only then renamed,
-# so a final name never stands for half a file. Only a kill or a power failure leaves such a name.
+# Output is written under a hidden name that ends in .tmp, synced to disk, and only then renamed. So
+# no file under a final name is ever incomplete. Hidden names remain only after a kill or a power
+# failure.
 
 
 def hidden(path: Path) -> Path:
@@ -362,13 +367,13 @@ def hidden(path: Path) -> Path:
 
 @contextmanager
 def atomic_write(file: Path) -> Iterator[BinaryIO]:
-    """Open a file to write; it gets its name when the block ends without an error.
+    """Open a file for writing; it gets its name when the block ends without an error.
 
     Example: with atomic_write(folder / "table.bin") as out: out.write(array)
     """
     unfinished = hidden(file)
     try:
-        with unfinished.open("xb") as out:  # never through a link of this name
+        with unfinished.open("xb") as out:  # "x" does not follow a link of this name
             yield out
             out.flush()
             os.fsync(out.fileno())
@@ -379,9 +384,9 @@ def atomic_write(file: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Make an empty folder to fill; it becomes `folder` when the block ends without an error.
+    """Make an empty folder to fill; it is renamed to `folder` if the block ends without an error.
 
-    Raises: OSError if another process has made it meanwhile, whose folder stays as it is
+    Raises: OSError if another process has made `folder` meanwhile, which is left unchanged
     """
     unfinished = hidden(folder)
     try:
@@ -396,7 +401,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Wait until the bytes of a file, or the names in a folder, are on the disk."""
+    """Wait until the bytes of a file, or the names in a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -406,18 +411,18 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def folder_lock(folder: Path, wait: bool = True) -> Iterator[None]:
-    """Hold this folder while the block runs; the lock ends with its process, also if it is killed.
+    """Lock this folder while the block runs; the lock also ends if the process is killed.
 
-    Args:   wait for another process that holds it, and then look what is there
-    Raises: ValueError without `wait`, if another process holds it
+    Args:   wait whether to wait for a process that holds the lock; it may have changed the folder
+    Raises: ValueError without `wait`, if another process holds the lock
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            held = f"{folder} is held by another process"
-            raise ValueError(f"{held}: wait for its end, or stop it") from None
+            held = f"{folder} is in use by another process"
+            raise ValueError(f"{held}: wait until it ends, or stop it") from None
         yield
     finally:
         os.close(descriptor)

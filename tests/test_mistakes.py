@@ -38,9 +38,9 @@ CASES = {  # the command -> what its line says
     # the machine
     f"{TRAIN} --device cuda": "--device cuda: torch finds only cpu here: try auto",
     # files
-    f"{TRAIN} --data nowhere": "nowhere: no token store: make one with prepare.py",
-    f"{TRAIN} --data words.txt": "words.txt: no token store",
-    f"{TRAIN} --data cut": "cut/tokens.bin: needs",
+    f"{TRAIN} --data nowhere": "nowhere: not a token store: make one with prepare.py",
+    f"{TRAIN} --data words.txt": "words.txt: not a token store",
+    f"{TRAIN} --data cut": "cut/tokens.bin: must have",
     f"{TRAIN} --data S --tokenizer pd4k": "S: made with tokenizer bytes",
     f"{TRAIN} --init nowhere.pt": "nowhere.pt",
     f"{TRAIN} --init words.txt": "words.txt",

@@ -156,7 +156,7 @@ def test_what_does_not_belong_to_the_run_is_refused(folder):
 def test_a_folder_has_one_process_at_a_time(folder):
     held = os.open(folder, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
-    resume_refused(folder, "is held by another process: wait for its end, or stop it")
+    resume_refused(folder, "is in use by another process: wait until it ends, or stop it")
     os.close(held)
     assert train.main(["--resume", "--out", "run"]) == 0
 

@@ -177,7 +177,7 @@ def test_a_tokenizer_is_known_by_its_ranks_not_by_its_name(tmp_path):
     *ranks, last, before = PD4K_RANKS
     store.write_ranks(path, {token: rank for rank, token in enumerate([*ranks, before, last])})
     said = refusal(made.check_tokenizer, store.get_encoding(str(path)))
-    assert said.startswith(f"a store: made with tokenizer {path}, not with {path}: ")
+    assert said.startswith(f"a store: made with tokenizer {path}, not {path}: ")
 
 
 def test_a_damaged_store_is_refused(tmp_path):
@@ -195,8 +195,8 @@ def test_a_damaged_store_is_refused(tmp_path):
     meta = opened.path / "meta.json"
     whole = meta.read_text()
     for old, new, said in (
-        ('"format": 1', '"format": 2', "is of format 2: prepare the store again"),
-        ('"train_tokens": ', '"train_tokens": 1', "its files and meta.json do not agree"),
+        ('"format": 1', '"format": 2', "has format 2: prepare the store again"),
+        ('"train_tokens": ', '"train_tokens": 1', "documents.idx does not match meta.json"),
     ):
         meta.write_text(whole.replace(old, new))
         assert said in refusal(Store.open, opened.path)
