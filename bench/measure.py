@@ -1,20 +1,23 @@
-"""What all benches share: how they take time, the machine they describe, flags and records.
+"""What all benches share: how to measure time, describe the machine, parse flags, write records.
 
-On a noisy machine variants alternate and the order is reversed after each turn, so that noise slows
-all of them alike; ratios are taken within a turn. A turn that is not counted comes first.
+A machine may be noisy, so variants take turns, in an order that is reversed after each turn. Then
+noise slows all of them alike, and ratios are computed within a turn. A warm-up turn comes first and
+is not counted.
 
-Whole steps are made in a process for each variant, because a program's memory and threads are part
-of what is compared. Only one process works at a time. The first step of its turn is not timed: it
-finds the caches full of another variant's arrays. Then steps are timed back to back for half a
-second, one at least, and their median is what the turn took.
+Whole training steps run in one process per variant, because a program's memory and threads are part
+of the comparison. Only one process works at a time. The first step of a turn is not timed, because
+it finds the caches full of another variant's arrays. Then steps are timed back to back for half a
+second, but at least one, and their median is the time of the turn.
 
-A GPU's clock is steady, but its memory may not hold what all variants need in a step: there each
-makes all its turns and leaves before the next one begins. Calls of kernels take turns within one
-process. On a GPU they are timed between two events, and it sleeps first, so that the host is ahead.
+A GPU's clock is steady, but its memory may be too small for the steps of all variants together. So
+on a GPU each variant makes all its turns and exits before the next one begins. Calls of kernels
+take turns within one process. On a GPU they are timed between two events, after the GPU has slept
+for a moment, so that the host can queue calls ahead.
 
-A record is one JSON line in results/: what was measured, and on what. Records are added, never
-edited. Those of a GPU are kept apart, in results/gpu-NAME.jsonl. bench/gpu.sh sends records to
-another folder (OUT) and names the commit (COMMIT) where there is no git.
+A record is one JSON line in results/ that says what was measured, and on what. Records are added,
+never edited. GPU records have their own files, results/gpu-NAME.jsonl. bench/gpu.sh sets two
+environment variables: OUT sends records to another folder, COMMIT names the commit where there is
+no git.
 """
 
 import argparse
@@ -37,7 +40,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for every bench: what is measured
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that benches find the project
 
 from support.run import commit, provenance
 from support.runtime import ROOT
@@ -45,9 +48,9 @@ from support.runtime import ROOT
 T = TypeVar("T")
 V = TypeVar("V")
 
-WAIT_SECONDS = 0.02  # until the threads of the previous program have stopped spinning
-TIMED_SECONDS = 0.5  # of a turn
-ASLEEP = 30_000_000  # cycles, some 17 ms: longer than the host takes for a round of calls
+WAIT_SECONDS = 0.02  # in this time the threads of the previous program stop spinning
+TIMED_SECONDS = 0.5  # in each turn
+ASLEEP = 30_000_000  # cycles, about 17 ms: longer than the host takes to queue a round of calls
 RESULTS = Path(os.environ.get("OUT") or ROOT / "results")
 
 
@@ -63,22 +66,22 @@ def cpu_name() -> str:
 
 
 def command_line(docstring: str, *, turns: int | None = None) -> argparse.ArgumentParser:
-    """The flags that all benches have.
+    """Return a parser with the flags that all benches have.
 
-    Args: turns  the default of --turns; None where a bench has no such flag
+    Args: turns  the default of --turns; None: the bench has no such flag
     """
     parser = argparse.ArgumentParser(description=docstring.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     if turns:
-        parser.add_argument("--turns", type=int, default=turns, help=f"of each variant ({turns})")
+        parser.add_argument("--turns", type=int, default=turns, help=f"turns to measure ({turns})")
     parser.add_argument("--record", action="store_true", help="add to results/")
     return parser
 
 
 def pick(names: list[str], known: Collection[str]) -> list[str]:
-    """The names that an argument of any number gave, or all.
+    """Return the given names, or all known names if none is given.
 
-    Raises: ValueError for one that is not known: argparse cannot have choices where none is named
+    Raises: ValueError for an unknown name; argparse has no `choices` for a list that may be empty
     """
     for name in names:
         if name not in known:
@@ -87,11 +90,11 @@ def pick(names: list[str], known: Collection[str]) -> list[str]:
 
 
 def recorder(name: str, args: argparse.Namespace, **more: object) -> Callable[[dict], None]:
-    """A function that prints figures, and adds them to results/NAME.jsonl if --record is given.
+    """Return a function that prints figures and, with --record, adds them to results/NAME.jsonl.
 
-    The commit is read now: the first record makes the working tree dirty.
+    The commit is read now, because the first record makes the working tree dirty.
 
-    Raises: ValueError for cuda where torch sees no GPU
+    Raises: ValueError for --device cuda if torch sees no GPU
     """
     on_gpu = args.device == "cuda"
     if on_gpu and not torch.cuda.is_available():
@@ -112,7 +115,7 @@ def recorder(name: str, args: argparse.Namespace, **more: object) -> Callable[[d
         print(pformat(figures, width=100, compact=True, sort_dicts=False), flush=True)
         if args.record:
             path = RESULTS / f"{'gpu-' * on_gpu}{name}.jsonl"
-            with path.open("a") as file:  # closed at once, as the next variant may be killed
+            with path.open("a") as file:  # close it now, because the next variant may be killed
                 file.write(json.dumps(about | figures) + "\n")
             print(f"recorded in {path}", file=sys.stderr, flush=True)
 
@@ -124,13 +127,13 @@ def records(name: str, folder: Path = ROOT / "results") -> list[dict]:
 
 
 def quartiles(values: Sequence[float], digits: int = 4) -> list[float]:
-    """First quartile, median, third quartile; three times the value if there is only one."""
+    """Return first quartile, median and third quartile; a single value is returned three times."""
     values = values if len(values) > 1 else [*values, *values]
     return [significant(q, digits) for q in statistics.quantiles(values, n=4, method="inclusive")]
 
 
 def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Turn by turn."""
+    """Divide turn by turn."""
     return [value / other for value, other in zip(values, others, strict=True)]
 
 
@@ -144,9 +147,9 @@ def significant(value: float, digits: int) -> float:
 def in_turns(
     variants: dict[str, V], turns: int, measure: Callable[[V], T] = lambda call: call()
 ) -> dict[str, list[T]]:
-    """Measure all variants in each turn; what each gave, without the first turn.
+    """Measure all variants in each turn; returns their results, without the warm-up turn.
 
-    Args: measure  a variant: by default what a call of it returns
+    Args: measure  measures a variant; by default calls it and takes what it returns
     """
     taken: dict[str, list[T]] = {name: [] for name in variants}
     order = list(variants)
@@ -163,21 +166,20 @@ def in_turns(
 
 
 class Taken(NamedTuple):
-    """What one step took, or a command.
+    """The time and memory that a step took.
 
-    Bytes of a step are torch's on a GPU, without the context; 0 on a CPU. Those of a command are
-    resident, with all that it started; on a GPU what the device lost to it.
+    Bytes are what torch allocated on a GPU, without the CUDA context; 0 on a CPU.
     """
 
     seconds: float
     peak_bytes: int = 0
-    resident_bytes: int = 0  # before the step: weights and the optimizer's state
+    resident_bytes: int = 0  # before the step: weights and optimizer state
 
 
 def measured(step: Callable[[], object]) -> Taken:
     on_gpu = torch.cuda.is_initialized()
     resident = 0
-    if on_gpu:  # wait until it has done what it was given, here and after the step
+    if on_gpu:  # wait for the GPU to finish, here and after the step
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         resident = torch.cuda.memory_allocated()
@@ -190,7 +192,7 @@ def measured(step: Callable[[], object]) -> Taken:
 
 
 def turn_of(step: Callable[[], object]) -> Taken:
-    """One step that is not timed, then the median of the steps of half a second."""
+    """Make one step untimed, then time steps for half a second and return their median."""
     time.sleep(WAIT_SECONDS)
     step()
     taken = [measured(step)]
@@ -202,13 +204,13 @@ def turn_of(step: Callable[[], object]) -> Taken:
 def take_turns(
     variants: dict[str, tuple], turns: int, device: str
 ) -> Iterator[tuple[list[str], dict[str, list[Taken]]]]:
-    """Yield the variants that are done since the last time, and what all that are done took.
+    """Yield the names of the variants that have just finished, and the results of all so far.
 
-    On a GPU a variant that fails does not end the others.
+    On a GPU, the others continue if one variant fails.
 
-    Args:   variants name -> (build, *arguments): what a fresh process calls to get the function
-                     that makes a step
-    Raises: ValueError naming a variant and what is wrong with it
+    Args:   variants name -> (build, *arguments): a fresh process calls build(*arguments) to get the
+                     function that makes a step
+    Raises: ValueError naming the variants that failed, with the reason
     """
     with ExitStack() as stack:
         programs, building = {}, {}
@@ -216,13 +218,13 @@ def take_turns(
             alone = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
             programs[name] = stack.enter_context(alone)
             building[name] = alone.submit(build_step, *job)
-        wait(building.values())  # before the first turn, which building would disturb
+        wait(building.values())  # building would disturb the first turn
 
         def turn(name: str) -> Taken:
             try:
                 building[name].result()
                 return programs[name].submit(turn_of_built).result()
-            except Exception as error:  # a GPU's memory is full, or a kernel does not compile
+            except Exception as error:  # for example, GPU memory is full or a kernel won't compile
                 kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
                 raise ValueError(f"{name}: {kind}{str(error).splitlines()[0]}") from error
 
@@ -243,7 +245,7 @@ def take_turns(
 
 
 def build_step(build: Callable[..., Callable], *arguments: object) -> None:
-    """In a process of its own: keep the step that later calls make."""
+    """In a variant's process: build the step and keep it for later calls."""
     global built
     built = build(*arguments)
 
@@ -256,14 +258,14 @@ def turn_of_built() -> Taken:
 
 
 class Call(NamedTuple):
-    """Milliseconds of a call, of the device and of the host, which on a GPU goes on meanwhile."""
+    """Milliseconds that a call takes on the device, and on the host, which does not wait for it."""
 
     ms: float
     host_ms: float
 
 
 def timed(calls: list[Callable[[], object]], device: str) -> Call:
-    """The mean of one round of calls."""
+    """Return the mean time of one round of calls."""
     if device == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
@@ -281,7 +283,7 @@ def timed(calls: list[Callable[[], object]], device: str) -> Call:
 
 
 def product_rate(device: str, dtype: torch.dtype) -> float:
-    """FLOP/s of a product of square matrices, the best of three."""
+    """Return the FLOP/s of a product of square matrices, the best of four."""
     n = 8192 if device == "cuda" else 512
     square = torch.ones(n, n, dtype=dtype, device=device)
     return 2 * n**3 / min(timed([lambda: square @ square], device).ms for _ in range(4)) * 1e3

@@ -1,6 +1,7 @@
-"""nanoGPT's model and step, to be timed beside ours. It is not part of this project.
+"""Load nanoGPT's model and make its training step, so that bench/step.py can compare it with ours.
 
-Give the folder of a clone of https://github.com/karpathy/nanoGPT to bench/step.py.
+nanoGPT is not part of this project: clone https://github.com/karpathy/nanoGPT, and give its folder
+to bench/step.py --nanogpt.
 """
 
 import contextlib
@@ -17,18 +18,18 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from model import TransformerConfig
 
-PREFIX = "transformer."  # of its parameter names
-WEIGHT_DECAY, BETAS, LR, GRAD_CLIP = 0.1, (0.9, 0.95), 1e-4, 1.0  # its train.py's, except LR
+PREFIX = "transformer."  # its parameter names begin with this
+WEIGHT_DECAY, BETAS, LR, GRAD_CLIP = 0.1, (0.9, 0.95), 1e-4, 1.0  # as in its train.py, except LR
 
 
 def load(folder: Path) -> ModuleType:
-    """The folder's model.py under a name of its own, since ours is called the same.
+    """Import the folder's model.py as `nanogpt_model`, because ours is called model.py too.
 
-    Raises: ValueError if there is none
+    Raises: ValueError if the folder has no model.py
     """
     path = folder / "model.py"
     if not path.is_file():
-        raise ValueError(f"--nanogpt {folder}: has no model.py, give the folder of a nanoGPT clone")
+        raise ValueError(f"--nanogpt {folder} has no model.py: give the folder of a nanoGPT clone")
     spec = importlib.util.spec_from_file_location("nanogpt_model", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -36,7 +37,7 @@ def load(folder: Path) -> ModuleType:
 
 
 def build(folder: Path, like: "TransformerConfig", device: str) -> nn.Module:
-    """Its model with the dimensions of one of ours."""
+    """Build nanoGPT's model with the dimensions of ours."""
     nanogpt = load(folder)
     shape = nanogpt.GPTConfig(
         block_size=like.seq_len,
@@ -45,15 +46,15 @@ def build(folder: Path, like: "TransformerConfig", device: str) -> nn.Module:
         n_head=like.heads,
         n_embd=like.width,
     )
-    with contextlib.redirect_stdout(io.StringIO()):  # it reports its parameters
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints its number of parameters
         return nanogpt.GPT(shape).to(device)
 
 
 def step_of(model: nn.Module, batches: list[tuple[Tensor, Tensor]], compiled: bool) -> Callable:
-    """Steps as its train.py makes them: forward, backward, clip, fused AdamW."""
+    """Return a function that steps as nanoGPT's train.py: forward, backward, clip, fused AdamW."""
     device = batches[0][0].device.type
     with contextlib.redirect_stdout(io.StringIO()):
-        # "cuda" on every device: the word only asks for the fused AdamW, which CPUs have by now
+        # "cuda" on every device: it only asks for fused AdamW, which by now exists on CPUs too
         optimizer = model.configure_optimizers(WEIGHT_DECAY, LR, BETAS, "cuda")
     run = torch.compile(model) if compiled else model
 
@@ -70,11 +71,13 @@ def step_of(model: nn.Module, batches: list[tuple[Tensor, Tensor]], compiled: bo
 
 
 def check_same_function(ours: nn.Module, theirs: nn.Module, batch: tuple) -> None:
-    """Refuse to time two different functions: with their weights, loss and all gradients agree.
+    """Check that with nanoGPT's weights both models have the same loss and gradients.
 
-    Args: ours with the exact GELU, which nanoGPT has; batch of full rows without documents
+    Args:   ours  with the exact GELU, as in nanoGPT
+            batch of full rows without documents
+    Raises: ValueError naming what differs most
     """
-    with torch.no_grad():  # as initialised every logit is near 0, and any two losses are close
+    with torch.no_grad():  # at initialisation all logits are near 0, and any two losses are close
         for parameter in theirs.parameters():
             parameter.mul_(4 if parameter.dim() >= 2 else 1)
     weights = {name.removeprefix(PREFIX): value for name, value in theirs.named_parameters()}
@@ -86,5 +89,5 @@ def check_same_function(ours: nn.Module, theirs: nn.Module, batch: tuple) -> Non
     for name, value, other in zip(weights, gradients, expected, strict=True):
         errors[f"the gradient of {name}"] = (value - other).norm() / other.norm()
     worst = max(errors, key=errors.get)
-    if not errors[worst] < 1e-4:  # fp32; tanh GELU in place of the exact one errs by 7e-4
-        raise ValueError(f"--nanogpt: {worst} differs by {errors[worst]:.1e} of its norm from ours")
+    if not errors[worst] < 1e-4:  # in fp32; with tanh GELU instead of the exact one it is 7e-4
+        raise ValueError(f"--nanogpt: {worst} differs from ours by {errors[worst]:.1e} of its norm")

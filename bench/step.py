@@ -1,29 +1,31 @@
-"""Time of a training step as train.py makes it: plain, packed, with dropped tokens, and nanoGPT's.
+"""Time a training step as train.py makes it: plain, packed, with dropped tokens, and nanoGPT's.
 
-A step is forward, backward, clipping and the optimizer, on rows of the embedded corpus that were
-read before. Each variant is a few flags of train.py in a process of its own, in turns with the
-others (bench/measure.py), and makes the first --steps steps of its run again and again. A ratio is
-the median of the ratios within a turn. Beside it stands the ratio that FLOPs predict, in which a
-token attends to its own document alone, and the share of that saving which was realised.
+A step is forward, backward, clipping and the optimizer, on rows of the embedded corpus that have
+been read already. Each variant is a few flags of train.py. It has a process of its own, takes turns
+with the others (bench/measure.py), and repeats the first --steps steps of its run. A ratio is the
+median of the ratios within each turn. Next to it are the ratio that FLOPs predict, if each token
+attends only to its own document, and the share of the predicted saving that was realised.
 
-    packed, short pieces   a token of a row sees its own document; pieces of a quarter row at most
-    padded                 one piece a row; "masked" as where no attention skips what is masked.
-                           Its ratio to "packed" is that of real tokens a second, divided by the
-                           factor by which packed steps hold more of them. Krell et al. have 0.956,
-                           against padding that is computed in full (arXiv 2107.02027, table 1)
-    keep 1/2               of the tokens, in the layers that --ltd drops from
-    AdamW, Muon            timed beside nanoGPT's step with AdamW
+    packed, short pieces   tokens attend to their own document; short pieces are at most a quarter
+                           of a row
+    padded                 one piece a row; "masked" computes attention over the padding too. Its
+                           time divided by that of "packed" is packing's speedup in real tokens a
+                           second, divided by the factor by which packed steps hold more of them.
+                           Krell et al. report 0.956, with padding computed in full (arXiv
+                           2107.02027, table 1)
+    keep 1/2               half of the tokens, in the layers that --ltd drops from
+    AdamW, Muon            compared with nanoGPT's step with AdamW
 
-On a GPU a step has 32,768 tokens, since a small one would measure the host; the peak of torch's
-memory within it is shown, and for dropped tokens the peak that would follow if everything but
-weights and optimizer scaled with the tokens that the layers see. Each variant is recorded as soon
-as it is done.
+On a GPU a step has 32,768 tokens, because small steps would measure the host. There torch's peak
+memory in the step is shown too and, for dropped tokens, the peak that would result if everything
+except weights and optimizer state scaled with the tokens that the layers see. Each variant is
+recorded as soon as it is done.
 
-nanoGPT's model and ours compute the same function, which is checked first (bench/nanogpt.py). It is
-not part of this project: give the folder of a clone of https://github.com/karpathy/nanoGPT.
+nanoGPT's model and ours compute the same function, which is checked first (bench/nanogpt.py).
+nanoGPT is not part of this project: clone https://github.com/karpathy/nanoGPT and give its folder.
 
-    OMP_NUM_THREADS=2 python bench/step.py                                 # the table
-    OMP_NUM_THREADS=2 python bench/step.py --nanogpt ../nanoGPT --record   # and a line of results/
+    OMP_NUM_THREADS=2 python bench/step.py                                 # print the figures
+    OMP_NUM_THREADS=2 python bench/step.py --nanogpt ../nanoGPT --record   # and add to results/
     OMP_NUM_THREADS=2 python bench/step.py --size 6x128-512 12x256 --steps 4 \\
         --variants packed padded "padded, masked" "short pieces"           # what packing saves
     python bench/step.py --device cuda --size 350M --optimizer adamw --compile --record
@@ -48,7 +50,7 @@ from support.clock import Clock
 from support.store import Store
 from train import Trainer, assemble
 
-TOKENS_ON_GPU = 32_768  # of a step
+TOKENS_ON_GPU = 32_768  # in a step
 
 
 class Case(NamedTuple):
@@ -58,19 +60,20 @@ class Case(NamedTuple):
     batch_tokens: int
     vocab_size: int
     turns: int
-    steps_in_turn: int = 1  # the first of the run
+    steps_in_turn: int = 1  # the first steps of the run
 
     def settings(self, device: str, more: str = "") -> config.Config:
-        """A run whose first steps are timed, at a learning rate that is not 0.
+        """Return the settings of a run whose first steps are timed, at a small learning rate.
 
-        At the recipe's losses on one batch would fall to denormal numbers, slow ones.
+        The recipe's rate would drive the loss on one batch down to denormal numbers, which are
+        slow.
         """
         flags = f"{self.flags} --batch-tokens {self.batch_tokens} --tokens 1B"
         flags += " --lr 5e-5 --warmup-tokens 0 --tied"
         return config.build(config.parse(f"--device {device} {flags} {more}".split()))
 
     def on(self, device: str, tokens: int = TOKENS_ON_GPU) -> "Case":
-        """With as many tokens in a step as the device wants."""
+        """Return the case with a step large enough for the device."""
         return self._replace(batch_tokens=tokens) if device == "cuda" else self
 
 
@@ -82,20 +85,20 @@ CASES = {  # by --size
     "350M": Case("--size 350M", 16384, 50304, turns=5),
     "350M-2048": Case("--size 1.3B --width 1024 --seq-len 2048 --pos rope", 16384, 50304, turns=5),
     "1.3B": Case("--size 1.3B", 16384, 50304, turns=6),
-    "toy": Case("--layers 4 --heads 2 --width 16 --seq-len 32", 64, 4160, turns=2),  # is it whole?
+    "toy": Case("--layers 4 --heads 2 --width 16 --seq-len 32", 64, 4160, turns=2),  # a dry run
 }
 DEFAULT_CASES = {"cpu": ("6x128", "12x256", "124M"), "cuda": ("124M", "350M", "350M-2048")}
 
 
 class Variant(NamedTuple):
     flags: str = ""
-    to: str | None = None  # the variant that its time is divided by
+    to: str | None = None  # the variant by which its time is divided
     kept_share: float = 1.0
-    exact_gelu: bool = False  # as nanoGPT has it
-    dense: bool = False  # under a mask
+    exact_gelu: bool = False  # as in nanoGPT
+    dense: bool = False  # attention under a mask
 
     def settings(self, case: Case, device: str, more: str = "") -> config.Config:
-        flags = f"--compile off {more} {self.flags}"  # of two settings the later one counts
+        flags = f"--compile off {more} {self.flags}"  # if a flag is repeated, the last one counts
         if self.kept_share < 1:
             seq_len = case.settings(device).data.seq_len
             flags += f" --ltd --ltd-start {int(self.kept_share * seq_len)}"
@@ -114,7 +117,7 @@ VARIANTS = {
     "short pieces": Variant("--pack --curriculum seqlen", to="packed"),
     "padded": Variant("--pack --pack-max-per-row 1", to="packed"),
     "padded, masked": Variant("--pack --pack-max-per-row 1", to="packed", dense=True),
-    # of the 5.7 GB that 350M takes with AdamW
+    # 350M with AdamW takes 5.7 GB without offload
     "offloaded": Variant("--offload --offload-budget 4GiB", to="plain"),
     "weights offloaded": Variant("--offload --offload-budget 2GiB", to="plain"),
     "keep 3/4": Variant(to="plain", kept_share=3 / 4),
@@ -125,13 +128,13 @@ OURS = [name for name in VARIANTS if name != THEIRS]
 DEFAULT_VARIANTS = [name for name in OURS if "padded" not in name and "offload" not in name]
 
 
-# ---- a variant: its steps, and what makes them
+# ---- a variant: its steps, and the trainer that makes them
 
 
 def steps_of(
     settings: config.Config, device: str, count: int, vocab_size: int = 4_160
 ) -> list[Step]:
-    """The first steps of a run on the embedded corpus."""
+    """Plan the first steps of a run on the embedded corpus."""
     shape = config.transformer_config(settings, vocab_size)
     store, here = Store.open(embedded_store("pd4k")), runtime.start(device, "auto")
     plan, clock = Plan(settings, store, None, here, shape), Clock()
@@ -153,7 +156,7 @@ def model_of(settings: config.Config, vocab_size: int, exact_gelu: bool = False)
 def trainer_of(
     settings: config.Config, model: Transformer, device: str, state: dict | None = None
 ) -> Trainer:
-    """A model assembled as train.py does it; all rows at once unless --micro-batch-size is set."""
+    """Assemble a model as train.py does; one micro-batch unless --micro-batch-size is set."""
     return assemble(
         settings,
         model=model,
@@ -165,7 +168,7 @@ def trainer_of(
 
 
 def build_ours(case: Case, variant: Variant, device: str, flags: str = "") -> Callable:
-    """In a process of its own: a function that makes the steps and returns the last one's loss."""
+    """Return a function that makes the steps; runs in the process of the variant."""
     settings = variant.settings(case, device, flags)
     if variant.dense:
         Transformer.attention_impl = lambda self, x: "dense"
@@ -190,7 +193,7 @@ def build_theirs(folder: Path, case: Case, device: str, compiled: bool) -> Calla
 
 
 def check_same_function(folder: Path, case: Case) -> None:
-    """On two layers and one row."""
+    """Check with two layers and one row that nanoGPT's model and ours compute the same."""
     row = case.settings("cpu").data.seq_len
     settings = case._replace(batch_tokens=row).settings("cpu", "--layers 2 --pos learned")
     ours = model_of(settings, case.vocab_size, exact_gelu=True)
@@ -202,11 +205,11 @@ def check_same_function(folder: Path, case: Case) -> None:
 
 
 class Predicted(NamedTuple):
-    """What is known of a variant without timing it, of one step."""
+    """What is known of a variant's step without timing it."""
 
-    flops: float  # see flops_of_step in support/sizes.py; those of Muon do not count
+    flops: float  # see flops_of_step in support/sizes.py; Muon's are not counted
     real_tokens: float
-    seen_share: float  # of the tokens, over all layers
+    seen_share: float  # share of the tokens that layers see, on average
 
 
 def predicted(case: Case, variant: Variant, device: str, flags: str = "") -> Predicted:
@@ -226,7 +229,7 @@ def summarise(
     variants: dict[str, Variant],
     known: dict[str, Predicted],
 ) -> dict[str, dict]:
-    """Quartiles of milliseconds and of the ratio to the variant's reference; memory on a GPU."""
+    """Return quartiles of milliseconds and of the ratio to a reference; on a GPU also memory."""
     figures = {}
     for name, turns in taken.items():
         seconds = [turn.seconds for turn in turns]
@@ -264,11 +267,11 @@ def compare(
     *,
     flags: str = "",
 ) -> None:
-    """Time the steps of all jobs; `keep` gets each variant's figures as they come.
+    """Time the steps of all jobs, and pass each variant's figures to `keep` when it is done.
 
-    Args: jobs name -> what measure.take_turns starts
-          size the name of `case`, for the record
-          flags of all variants
+    Args: jobs  name -> (build, *arguments), as for measure.take_turns
+          size  the name of `case`, for the record
+          flags that all variants have
     """
     known = {name: predicted(case, variants[name], device, flags) for name in jobs}
     for new, taken in take_turns(jobs, case.turns, device):
@@ -282,10 +285,10 @@ def main() -> None:
     parser.add_argument("--nanogpt", type=Path, help="folder of a nanoGPT clone (default: none)")
     parser.add_argument("--size", choices=CASES, nargs="+", help="(default: by --device)")
     parser.add_argument("--variants", choices=OURS, nargs="+", default=DEFAULT_VARIANTS)
-    parser.add_argument("--steps", type=int, default=1, help="of the run in a turn (1)")
-    others = "of variants that are not compared with nanoGPT"
+    parser.add_argument("--steps", type=int, default=1, help="steps of the run in each turn (1)")
+    others = "for variants that are not compared with nanoGPT"
     parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help=others)
-    parser.add_argument("--compile", action="store_true", help="as --compile of train.py")
+    parser.add_argument("--compile", action="store_true", help="like --compile of train.py")
     args = parser.parse_args()
     device = args.device
     if args.nanogpt:
