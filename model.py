@@ -89,8 +89,9 @@ class TransformerConfig:
     def gelu(self) -> str:
         """`approximate` of nn.GELU: "tanh" for a GPT with learned positions, else "none".
 
-        GPT-2's weights, which have learned positions, were trained with the tanh approximation. On
-        a CPU the exact function takes 0.4 times as long (docs/step.md).
+        `activation` overrides this. GPT-2's weights, which have learned positions, were trained
+        with the tanh approximation. On a CPU the exact function takes 0.4 times as long
+        (docs/step.md).
         """
         published = "gelu_new" if self.kind == "gpt" and self.pos == "learned" else "gelu"
         return "tanh" if (self.activation or published) == "gelu_new" else "none"
