@@ -41,7 +41,7 @@ SCAN = 1 << 18  # most samples that are examined at a time
 
 @dataclass(frozen=True)
 class CurriculumConfig:
-    """Raw flag values, parsed by `parse_metrics`; several metrics and their values have commas."""
+    """Raw flag values, parsed by `parse_metrics`; commas separate metrics, and their values."""
 
     metric: str = flag(
         "none", "easy first, by seqlen, seqlen-reshape, length, rarity, rarity-mean, length-rarity"

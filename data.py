@@ -11,8 +11,8 @@ rows of 8 tokens, with --pack. A dot is end-of-text. (Without --pack a GPT reads
                     span    0..8      8..10    10..13   13..18
                     text    parsimon  y.       is.      less.
 
-From here on plan.py leads, once for each step: `Plan.__call__` decides which samples are drawn (4)
-and which share a row (5), and passes these rows back to this file:
+Then plan.py takes over, at each step: `Plan.__call__` decides which samples are drawn (4) and which
+of them share a row (5), and passes these rows back to this file:
 
     4  draw         samples 3, 0, 2, 1                         plan.draw
     5  Rows         parsimon    less. is.    y.                packing.pack_lengths
@@ -57,8 +57,8 @@ from support.store import Store, atomic_write, byte_lengths, get_encoding
 KINDS = ("pieces", "rows", "bert", "pairs")
 SPLITS = {"train": "training", "val": "held-out"}  # their names in messages
 ADDED_TOKENS = {"bert": 2, "pairs": 3}  # [CLS] and [SEP]s that collate puts around a piece
-IN_MEMORY = 1 << 20  # samples; the spans of more than these go to a file that all processes share
-DOCUMENTS_AT_ONCE = 1 << 18  # that are cut into samples together
+IN_MEMORY = 1 << 20  # samples; above this, spans are in a file that all processes share
+DOCUMENTS_AT_ONCE = 1 << 18  # documents cut into samples at a time
 
 
 class Samples:
@@ -174,10 +174,9 @@ def numbered(counts: np.ndarray) -> np.ndarray:
 #     wiki  0 .......... 999        token 0 of code is token 1000 of the mixture
 #     code  1000 ... 1499
 #
-# Shares are shares of tokens, but what is drawn are samples, and their mean length differs from
-# store to store. So draws are dealt out in proportion to weight / mean length. The rule
-# (`apportioned`) gives each store its share of every stretch of a run, and depends only on the
-# number of the draw:
+# A share counts tokens, but a draw takes a whole sample, and mean lengths differ from store to
+# store. So draws are dealt out in proportion to weight / mean length. The rule (`apportioned`)
+# gives each store its share of every stretch of a run, and depends only on the number of the draw:
 #
 #     shares 1/2, 1/4, 1/4 of a, b, c     draw   0  1  2  3  4  5  6  7
 #                                         store  c  a  b  a  c  a  b  a
@@ -313,7 +312,7 @@ def samples_in(store: AnyStore, kind: str, seq_len: int) -> "Samples | MixedSamp
 class MixedSamples:
     """The training samples of a mixture, with the methods of `Samples` that plan.py calls.
 
-    Sample ids are numbered through from store to store, like tokens.
+    Sample ids continue from one store to the next, and so do the numbers of tokens.
 
     Raises: ValueError for a store without a training sample
     """
@@ -386,10 +385,10 @@ def nested_shares(often: Sequence[Fraction]) -> list[int]:
 
 
 class Dealt(NamedTuple):
-    """The store of each draw, as two arrays (m,)."""
+    """Which store each draw goes to, as two arrays (m,)."""
 
     store: np.ndarray
-    draw: np.ndarray  # number of the draw among those of its store
+    draw: np.ndarray  # number of the draw within its store
 
 
 def apportioned(draws: np.ndarray, shares: Sequence[int]) -> Dealt:
