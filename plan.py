@@ -22,10 +22,10 @@ packing, because it shortens pieces, not rows. Without --pack each piece gets it
 at the length that the stage allows (`unpacked_rows`). Techniques that act on blocks appear here
 only as a cost: the clock needs to know how many tokens each layer sees.
 
-A plan is a pure function of (settings, store, clock). Every rank plans the rows of all ranks, for
-which lengths are enough, and then reads only its share. A keyed permutation turns the number of a
-draw into a sample, so no step has to be replayed, and a run that was killed continues with the rows
-it would have read. Three steps on two ranks, with 4 rows of 64 tokens a step:
+A plan is a pure function of (settings, store, clock). Every rank plans the rows of all ranks, which
+needs only their lengths, and then reads its share. A keyed permutation turns the number of a draw
+into a sample, so no step has to be replayed, and a run that was killed continues with the rows it
+would have read. Three steps on two ranks, with 4 rows of 64 tokens a step:
 
     step    cursor                    rows of all ranks         rank 0 reads    rank 1 reads
     1       first_draw 0              draws 0 to 3              0, 3            1, 2
@@ -143,7 +143,7 @@ class Chosen(NamedTuple):
 
 
 class Plan:
-    """Turns a clock into a step: apply the curriculum, pack, and read this rank's rows."""
+    """Turns a clock into a step: curriculum first, then packing, then this rank's rows."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class Plan:
 
     def __call__(self, clock: Clock) -> Step:
         s = self.settings
-        # stage, draw, rows: for all ranks, because lengths are enough
+        # stage, draw, rows: for all ranks; this needs only lengths
         chosen = self.packed_rows(clock) if s.pack.on else self.unpacked_rows(clock)
         step = self.costed(chosen, clock)
 
@@ -307,7 +307,7 @@ class Plan:
         )
 
     def beside_plain(self, clock: Clock, end: Clock, plain_end: Clock) -> str:
-        """Compare the rest of the run with a run without techniques; "" within a tenth.
+        """Compare the rest of the run with one without techniques; "" if they differ by under 10 %.
 
         The --tokens that would read the same amount of text are found by proportion, because
         schedules are shares of the budget.
@@ -421,7 +421,7 @@ class Plan:
         """
         parts = list(self.windows(clock))
         rows = Rows.join([window.rows.take(numbers) for window, numbers, _ in parts])
-        work = rows.sums((rows.stop - rows.start + self.extra) ** 2)  # attention's
+        work = rows.sums((rows.stop - rows.start + self.extra) ** 2)  # scores in attention
         window, _, after = parts[-1]
         longest = max(part.stage.max_piece_len for part, _, _ in parts)
         return Chosen(
@@ -457,7 +457,8 @@ class Plan:
         so a sample is always in a row of the window that drew it. With 16 rows of 256 a step,
         packing each step by itself leaves 4 % padding, packing 16 steps together 0.5 %. The packer
         returns the rows with the longest pieces first, which would sort the steps by length. Sorted
-        by the draw of their first piece instead, rows are as shuffled as the samples.
+        by the draw of their first piece instead, rows are as shuffled as the samples, and full rows
+        keep their order.
         """
         stage = self.stage_at(cursor.drawn_at_tokens)
         spans, after = self.samples_of(cursor, steps=self.window_steps)
