@@ -1,29 +1,30 @@
-"""What a technique buys: for a given model, and against the best plain model of any shape.
+"""Measure what a technique gains, for a given model and against the best plain model of any shape.
 
-Who needs these twelve layers asks in how much of their plain seconds they reach a loss. Who needs
-only the loss asks whether another plain model reaches it sooner: a technique that beats one plain
-model may only have found a badly chosen one. So plain models of many shapes are trained at many
-budgets, and a run with techniques is compared with both frontiers, that of its own model and that
-of all. The tables count how many runs each side was tuned with. Held fixed are seconds; raw tokens
-stand beside them.
+If you need these twelve layers, you ask how much sooner they reach a loss. If you need only the
+loss, you ask whether another plain model reaches it sooner: a technique that beats one plain model
+may only show that this model was chosen badly. So plain models of many shapes are trained with many
+budgets, and a run with techniques is compared with two frontiers: that of its own model, and that
+of all models. The tables count how many runs each side was tuned with. They compare at equal
+seconds, and show raw tokens too.
 
-runs    bench/frontier.ini lists them. What has no record is run, one thread each and two at once:
-        losses do not depend on how busy the machine is
-costs   seconds follow from steps, and a step's from its shape: the model, the rows and their
-        length, documents to isolate or none, tokens that each layer sees, blocks that are there.
-        Each shape is timed in turns with one reference step, a plain one of six layers, and a run
-        is the sum over its steps, so records of other days and machines compare. Not timed:
-        evaluation, checkpoints, and reading, which is hidden behind the step. A GPU's clock is
-        steady: there a run's own seconds count
-report  the table of a section, or of its runs that --match finds, at equal seconds or, with
-        --fixed, at equal raw tokens. Between its runs a frontier is straight in their logarithm
-docs    the tables of README.md and docs/, made anew where a comment holds the flags of their
-        report; docs/pictures.py draws
-quick   one ratio from nothing, in minutes on two cores: two plain runs of a section and one of
-        the others with a new seed, and what their steps cost
+runs    train what bench/frontier.ini lists and has no record yet: two runs at once with one thread
+        each, because losses do not depend on how busy the machine is
+costs   time the steps. A step's time follows from its shape: the model, the rows and their length,
+        whether documents are isolated, the tokens that each layer sees, the blocks that run. Each
+        shape takes turns with a reference step, a plain one of six layers. The seconds of a run are
+        the sum over its steps, so records of other days and machines can be compared. Evaluation
+        and checkpoints are not timed, nor is reading, which is hidden behind the step. On a GPU,
+        whose clock is steady, the run's own seconds count
+report  print the table of a section, or only the runs that --match finds, at equal seconds or, with
+        --fixed, at equal raw tokens. Between two runs, a frontier is a straight line over the
+        logarithm of the cost
+docs    update the tables in README.md and docs/, wherever a comment holds the flags of a report;
+        docs/pictures.py draws the pictures
+quick   measure one ratio from scratch, in minutes on two cores: train two plain runs of a section
+        and one with techniques, with a new seed, and time their steps
 
-    python bench/frontier.py runs --sections nano --record         # goes on where it was stopped
-    OMP_NUM_THREADS=2 python bench/frontier.py costs --record      # on a machine that is quiet
+    python bench/frontier.py runs --sections nano --record         # continues where it was stopped
+    OMP_NUM_THREADS=2 python bench/frontier.py costs --record      # needs a quiet machine
     python bench/frontier.py report --sections nano --match ltd --least-seeds 3
 """
 
@@ -74,17 +75,17 @@ from support.run import Log, read_log
 from support.weights import model_size
 from train import next_trainer
 
-EMBEDDED = "pd"  # the text of a section whose runs need no --data
-UNIT = 391  # reference steps, of 0.8 M tokens
-UNIT_SECONDS = 69  # that they take on two quiet cores
-STEPS_TIMED = 8  # of a shape: packed ones differ by their documents
-BUDGETS = (1, 2, 4, 8, 16)  # units
+EMBEDDED = "pd"  # the text of sections whose runs need no --data
+UNIT = 391  # reference steps in a unit of cost, 0.8 M tokens
+UNIT_SECONDS = 69  # what a unit takes on two quiet cores
+STEPS_TIMED = 8  # steps timed of each shape, because packed ones differ in their documents
+BUDGETS = (1, 2, 4, 8, 16)  # in units
 SIDES = ("plain", "techniques")
 FIXED = ("seconds", "raw tokens")
 TECHNIQUES = ("--ltd", "--pack", "--curriculum", "--pseudo")
 
 
-# ---- what is run
+# ---- runs
 
 
 class Arm(NamedTuple):
@@ -95,24 +96,24 @@ class Arm(NamedTuple):
     seed: int
 
     def argv(self, stores: dict[str, Path]) -> list[str]:
-        """What train.py is called with."""
+        """Return the arguments of train.py."""
         if self.text not in {EMBEDDED, *stores}:
-            missing = f"--stores: the text of {self.section} is not there"
-            raise ValueError(f"{missing}, add {self.text}=FOLDER")
+            missing = f"--stores lacks the text of section {self.section}"
+            raise ValueError(f"{missing}: add {self.text}=FOLDER")
         data = ["--data", str(stores[self.text])] if self.text in stores else []
         return [*data, *self.shared.split(), *self.flags.split(), "--seed", str(self.seed)]
 
     @property
     def is_plain(self) -> bool:
-        """But for what all runs of the section do. Padded rows, one piece in each, are plain."""
+        """Whether no technique is on beyond the section's. One padded piece a row is plain too."""
         on = {*TECHNIQUES} & {*self.flags.split()}
         return not on or (on == {"--pack"} and "--pack-max-per-row 1" in self.flags)
 
 
 def listed(sections: list[str]) -> list[Arm]:
-    """The runs of bench/frontier.ini, all with their first seed before any with its second."""
+    """Return the runs of bench/frontier.ini: first all with their first seed, then the second."""
     parser = ConfigParser(delimiters=(" seeds ",), interpolation=None)
-    parser.optionxform = str  # flags as they are written
+    parser.optionxform = str  # keep the case of flags
     parser.read(Path(__file__).with_name("frontier.ini"))
     headings = {heading.split()[0]: heading for heading in parser.sections()}
     arms = []
@@ -129,7 +130,7 @@ def arm_of(record: dict) -> Arm:
 
 
 def known(name: str, device: str) -> list[dict]:
-    """The records that there are, here and where new ones go."""
+    """Return all records, those in results/ and those where new ones go."""
     file = f"{'gpu-' * (device == 'cuda')}{name}"
     folders = [path for path in {RESULTS, ROOT / "results"} if (path / f"{file}.jsonl").exists()]
     return [record for path in sorted(folders) for record in records(file, path)]
@@ -138,7 +139,7 @@ def known(name: str, device: str) -> list[dict]:
 def planned(
     arm: Arm, stores: dict[str, Path]
 ) -> tuple[config.Config, TransformerConfig, Iterator[tuple[str, Step]]]:
-    """A run that is not made: its model, and its steps, each with what its time follows from."""
+    """Plan a run without training: return settings, model, and the steps, each with its shape."""
     here = runtime.start("cpu", "fp32")
     settings = config.build(config.parse(arm.argv(stores)))
     data = open_data(settings.data, settings.model.model == "bert", here)
@@ -156,14 +157,14 @@ def planned(
 
 
 def shape_of(settings: config.Config, model: TransformerConfig, step: Step) -> str:
-    """In one line."""
+    """Describe in one line all that a step's time depends on."""
     usual = {f.name: f.default for f in fields(TransformerConfig)}
     rows, seq_len = step.batch.tokens.shape
     seen, blocks = step.tokens_by_layer, settings.model.layers
     if settings.pseudo.on:
         owners = pseudo.owners_at(settings.pseudo, blocks, step.context.progress)
         blocks = len({*owners} - {pseudo.ABSENT})
-    longest = 1 << (step.max_piece_len - 1).bit_length()  # few shapes, though a curriculum has many
+    longest = 1 << (step.max_piece_len - 1).bit_length()  # rounded, for few shapes in a curriculum
     pieces = f" in pieces up to {longest}, {settings.pack.max_per_row or 'many'} a row"
     return ", ".join(
         [
@@ -176,7 +177,7 @@ def shape_of(settings: config.Config, model: TransformerConfig, step: Step) -> s
 
 
 def run(arm: Arm, stores: dict[str, Path], device: str) -> dict:
-    """Train in a process of its own, with one thread on a CPU; what its log says.
+    """Train in a separate process, with one thread on a CPU; returns what the log says.
 
     Raises: ValueError with the last line that it printed, if it fails
     """
@@ -206,7 +207,7 @@ def run(arm: Arm, stores: dict[str, Path], device: str) -> dict:
 def make_runs(args: argparse.Namespace) -> None:
     done = {arm_of(record) for record in known("frontier", args.device)}
     arms = [arm for arm in listed(args.sections) if arm not in done][: args.most]
-    for arm in arms:  # a wrong flag is said before the first run
+    for arm in arms:  # report a wrong flag before the first run starts
         config.build(config.parse(arm.argv(args.stores)))
     keep = recorder("frontier", args)
     with ThreadPoolExecutor(1 if args.device == "cuda" else 2) as pool:
@@ -216,11 +217,11 @@ def make_runs(args: argparse.Namespace) -> None:
             print(f"{number} of {len(arms)}", flush=True)
 
 
-# ---- what its steps cost
+# ---- costs
 
 
 def measure_costs(args: argparse.Namespace) -> None:
-    """Of every shape that a recorded run has and no record of a cost."""
+    """Time every shape that occurs in a recorded run and has no recorded cost."""
     done = {record["shape"] for record in known("frontier-cost", args.device)}
     keep = recorder("frontier-cost", args, turns=args.turns)
     made = known("frontier", args.device)
@@ -230,7 +231,7 @@ def measure_costs(args: argparse.Namespace) -> None:
 
 
 def costs_of(made: list[dict], done: set[str], args: argparse.Namespace) -> Iterator[dict]:
-    """Of the steps of these runs, each shape that is not done in turns with the reference."""
+    """Time each shape of these runs' steps that is not done, in turns with the reference step."""
     reference = Arm("", EMBEDDED, "", "--layers 6 --tied --batch-tokens 2048", 1)
     ((_, plain_step),) = timed_steps(reference, None, args.stores)
     for record in made:
@@ -247,8 +248,9 @@ def costs_of(made: list[dict], done: set[str], args: argparse.Namespace) -> Iter
 def timed_steps(
     arm: Arm, shapes: set[str] | None, stores: dict[str, Path]
 ) -> Iterator[tuple[str, Callable]]:
-    """A function for each of these shapes, or for all, that makes some of its steps in turn."""
-    # at this rate it never learns the batches by heart, after which gradients are slow denormals
+    """Yield for each of these shapes, or for all, a function that cycles through its steps."""
+    # At this rate the model never memorises the batches. If it did, gradients would be denormal
+    # numbers, which are slow.
     settings, model, steps = planned(arm._replace(flags=f"{arm.flags} --lr 1e-9"), stores)
     trainer = trainer_of(settings, model_of(settings, model.vocab_size), "cpu")
     all_of: dict[str, list[Step]] = {}
@@ -266,7 +268,7 @@ def timed_steps(
 
 
 class Point(NamedTuple):
-    """All seeds of a run."""
+    """A run, with the losses of all its seeds."""
 
     flags: str
     plain: bool
@@ -281,7 +283,7 @@ class Point(NamedTuple):
 
 
 def points_of(made: list[dict], costs: list[dict], fixed: str = "seconds") -> list[Point]:
-    """The runs whose every shape was timed, by what is held fixed."""
+    """Return the runs whose shapes were all timed, sorted by cost: seconds or raw tokens."""
     units = {cost["shape"]: cost["to_reference"][1] / UNIT for cost in costs}
     points = []
     of_flags = itemgetter("flags")
@@ -304,9 +306,9 @@ def points_in(section: str, device: str, fixed: str = "seconds") -> list[Point]:
 
 
 def envelope(points: list[Point]) -> list[Point]:
-    """The lower convex hull in the logarithm of the cost, as far as it falls.
+    """Return the falling part of the lower convex hull, over the logarithm of the cost.
 
-    Example: of (1 s, 2.0), (2 s, 1.9), (4 s, 1.6), (8 s, 1.7) the first and the third
+    Example: of (1 s, 2.0), (2 s, 1.9), (4 s, 1.6) and (8 s, 1.7), the first and the third
     """
     hull: list[Point] = []
     for point in points:
@@ -322,13 +324,13 @@ def slope(a: Point, b: Point) -> float:
 
 
 def cost_of(loss: float, hull: list[Point]) -> float:
-    """With what a frontier reaches a loss; nan where it was not measured."""
+    """Return the cost at which a frontier reaches a loss; nan outside the measured range."""
     backwards = sorted((point.loss, np.log(point.cost)) for point in hull)
     return float(np.exp(between(loss, backwards)))
 
 
 def loss_at(cost: float, hull: list[Point]) -> float:
-    """What a frontier reaches with this; nan where it was not measured."""
+    """Return the loss that a frontier reaches at a cost; nan outside the measured range."""
     return between(np.log(cost), [(np.log(point.cost), point.loss) for point in hull])
 
 
@@ -338,11 +340,11 @@ def between(x: float, points: list[tuple[float, float]]) -> float:
     return float(np.interp(x, *zip(*points, strict=True), left=np.nan, right=np.nan))
 
 
-# ---- what is shown
+# ---- tables
 
 
 def table(args: argparse.Namespace) -> str:
-    """Of a section: what the losses of both frontiers cost or, with --match, these runs."""
+    """Return a section's table: both frontiers or, with --match, the runs that it finds."""
     points = points_in(args.sections[0], args.device, args.fixed)
     shared = listed(args.sections)[0].shared
     said = f"Every run has `{shared}` too.\n\n" * bool(shared)
@@ -358,9 +360,9 @@ def table(args: argparse.Namespace) -> str:
 
 
 def frontier_table(points: list[Point], least_seeds: int, fixed: str = "seconds") -> str:
-    """What the losses cost that the plain frontier has after 1, 2, 4, 8 and 16 units.
+    """Compare what both frontiers need for the losses of the plain one after 1, 2, 4, 8, 16 units.
 
-    If raw tokens are held fixed: after those of each run on the frontier.
+    If raw tokens are held fixed, take the losses of the runs on the plain frontier instead.
     """
     sides = [[p for p in points if p.plain == (side == "plain")] for side in SIDES]
     plain, other = (envelope([p for p in s if len(p.losses) >= least_seeds]) for s in sides)
@@ -379,7 +381,7 @@ def frontier_table(points: list[Point], least_seeds: int, fixed: str = "seconds"
 
 
 def runs_table(points: list[Point], beside: list[Point], fixed: str = "seconds") -> str:
-    """Runs against the plain frontiers of those beside them: of the same model, and of any."""
+    """Compare runs with two plain frontiers: of the same model, and of all models in `beside`."""
     plain = [p for p in beside if p.plain]
     best = envelope(plain)
     rows = [
@@ -400,12 +402,15 @@ def runs_table(points: list[Point], beside: list[Point], fixed: str = "seconds")
 
 
 def model_in(p: Point) -> set[str]:
-    """The flags of a run that decide its model. Example: {"--layers 8", "--width 64"}"""
+    """Return the flags of a run that define its model. Example: {"--layers 8", "--width 64"}"""
     return {*re.findall(r"--(?:layers|width|heads|block|tied|qk-norm|seq-len)(?: \w+)?", p.flags)}
 
 
 def share_of(p: Point, plain: list[Point]) -> str:
-    """Of what the plain frontier takes. Example: 0.54; under 0.49 if no plain run is as good"""
+    """Return a run's cost as a share of what the plain frontier needs for its loss.
+
+    Example: 0.54; "under 0.49" if no plain run is as good
+    """
     if plain and p.loss < plain[-1].loss:
         return f"under {p.cost / plain[-1].cost:.2f}"
     return shown(p.cost / cost_of(p.loss, plain))
@@ -426,14 +431,14 @@ def markdown_table(columns: list[str], rows: list[list[str]]) -> str:
 
 
 def spread(values: list[float]) -> str:
-    """The mean with the least and the most: [1.0, 1.2] -> "1.100 (1.000 to 1.200)" """
+    """Return mean, minimum and maximum: [1.0, 1.2] -> "1.100 (1.000 to 1.200)" """
     if len(values) == 1:
         return f"{values[0]:.3f}"
     return f"{statistics.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
 def curves_of(section: str, device: str) -> list[Curve]:
-    """Held-out loss against seconds: a dot for each run, and both frontiers as lines."""
+    """Return curves of held-out loss over seconds: a dot for each run, a line for each frontier."""
     points = points_in(section, device)
     curves = []
     for color, side in enumerate(SIDES):
@@ -452,7 +457,7 @@ MARKED = re.compile(r"(<!-- frontier ([^\n]*) -->\n).*?(<!-- /frontier -->)", re
 
 
 def filled(page: str) -> str:
-    """A page with its tables made anew."""
+    """Return a page with its tables updated."""
 
     def table_of(mark: re.Match) -> str:
         args = flags().parse_args(["report", *shlex.split(mark[2])])
@@ -504,10 +509,10 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("what", choices=MEASURES)
     parser.add_argument("--sections", nargs="+", default=[], help="of bench/frontier.ini (all)")
     parser.add_argument("--stores", nargs="+", type=store_named, default=[], metavar="NAME=FOLDER")
-    parser.add_argument("--most", type=int, help="runs to make now (all)")
-    parser.add_argument("--match", metavar="REGEX", help="report: the runs with such flags")
-    parser.add_argument("--fixed", choices=FIXED, default="seconds", help="report (seconds)")
-    parser.add_argument("--least-seeds", type=int, default=1, help="report: of a run (1)")
+    parser.add_argument("--most", type=int, help="how many runs to train now (all)")
+    parser.add_argument("--match", metavar="REGEX", help="report: only runs whose flags match")
+    parser.add_argument("--fixed", choices=FIXED, default="seconds", help="held fixed (seconds)")
+    parser.add_argument("--least-seeds", type=int, default=1, help="report: seeds of a run (1)")
     return parser
 
 
