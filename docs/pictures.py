@@ -9,7 +9,7 @@ those of a report, light and dark. At WIDTH a phone shows it without shrinking i
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -21,13 +21,16 @@ import torch  # noqa: E402
 from frontier import SIDES, cost_of, curves_of, envelope, points_in  # noqa: E402
 from measure import records  # noqa: E402
 
+import ltd  # noqa: E402
 import offload  # noqa: E402
 import pseudo  # noqa: E402
 from curriculum import CurriculumConfig, parse_metrics  # noqa: E402
+from data import cut  # noqa: E402
 from kernels.packed_attention import attention_mask  # noqa: E402
 from model import Batch, Transformer, TransformerConfig  # noqa: E402
 from packing import pack_lengths  # noqa: E402
 from report import FRAME, Curve, plot  # noqa: E402
+from support.clock import StepContext, shuffled  # noqa: E402
 
 WIDTH = 380  # pixels
 STYLE = re.search(r"<style>.*?</style>", FRAME, re.DOTALL)[0]  # the first of a report
@@ -290,6 +293,85 @@ def step_time() -> str:
     return svg([*drawn, *legend(said, 112)], 196)
 
 
+def dropped() -> str:
+    """Which tokens of one row six layers see in one step, if the middle ones keep 6 of 24."""
+    context = StepContext(seed=1337, step=1, progress=0.0, seq_len=24, layers=6)
+    drawn = ltd.draw(6, context.bits("ltd", range(1, 5), torch.tensor([0]), 24))  # (4, 1, 6)
+    seen_by = [range(24), *drawn[:, 0].tolist(), range(24)]
+    parts = [text(12, 22, "Which tokens each layer sees in one step", "title")]
+    for layer, seen in enumerate(seen_by):
+        y = 40 + 22 * (5 - layer)
+        parts.append(text(58, y + 12, f"layer {layer}", "y"))
+        parts += [box(66 + 12.5 * t, y, 10.5, 16, 0 if t in seen else "grid") for t in range(24)]
+    return svg([*parts, text(66, 188, "token 0"), text(366, 188, "token 23", "y")], 200)
+
+
+def given() -> str:
+    """A given model of eight layers with all tokens or a part of them, and two plain layers."""
+    points, curves = points_in("given", "cpu"), []
+    shown = {
+        "8 layers, all tokens": r"^--layers 8 --tokens \S+$",
+        "8 layers, 1/2 kept": r"^--layers 8 --tokens \S+ --ltd --ltd-start 256$",
+        "8 layers, 1/4": r"^--layers 8 --tokens \S+ --ltd --ltd-start 128$",
+        "8 layers, 1/16": r"^--layers 8 --tokens \S+ --ltd$",
+        "2 layers, all tokens": r"^--layers 2 --tokens \S+$",
+    }
+    for color, (name, pattern) in enumerate(shown.items()):
+        some = [p for p in points if re.search(pattern, p.flags)]
+        x, y = np.log10([p.cost for p in some]), np.array([p.loss for p in some])
+        curves.append(Curve(name, x, y, color, "dots"))
+    ticks = [(float(np.log10(s)), f"{s}") for s in (70, 100, 150, 200, 300)]
+    x_unit = "seconds of the run, on two CPU cores"
+    drawn = plot(curves, x_unit, x_ticks=ticks, size=(WIDTH, 240))
+    head = text(12, 22, "Held-out bits per byte, rows of 512", "title")
+    return svg([head, *legend([*shown], 44), *group([drawn], 0, 118)], 360)
+
+
+def flow() -> str:
+    """Three documents on their way into a step of two rows of 8 tokens."""
+    documents = ["parsimony.", "is.", "less."]
+    letters, color = "".join(documents), np.repeat(range(3), [*map(len, documents)])
+    ends = np.cumsum([0, *map(len, documents)])
+    samples = cut(np.stack((ends[:-1], ends[1:]), axis=1), 8)  # (4, 2)
+    drawn = samples[shuffled(np.arange(4), 4, seed=1337)]
+    pieces = cut(drawn, 4)
+    packs = pack_lengths(pieces[:, 1] - pieces[:, 0], 8)
+    rows = [pieces[row] for row in np.split(packs.items, packs.offsets[1:-1])]
+    context = StepContext(seed=1337, step=1, progress=0.0, seq_len=8, layers=4)
+    kept = ltd.draw(3, context.bits("ltd", [1, 2], torch.tensor([0]), 8))[:, 0].tolist()
+
+    def cells(spans: np.ndarray, x: float, y: float, gap: float, seen: Sequence[int]) -> list[str]:
+        parts, token = [], 0
+        for start, end in spans.tolist():
+            for i in range(start, end):
+                parts.append(box(x, y, 13, 18, int(color[i]) if token in seen else "grid"))
+                parts.append(text(x + 6.5, y + 13, letters[i], "x on" if token in seen else "x"))
+                x, token = x + 14, token + 1
+            x += gap
+        return parts
+
+    whole, dark = range(99), "@media (prefers-color-scheme: dark) { svg .on { fill: #15171a; } }"
+    parts = [f"<style>svg .on {{ fill: #fff; }}\n{dark}</style>"]
+    for y, words in (
+        (22, "1  A store: documents, one after the other (prepare.py)"),
+        (76, "2  Samples that fit a row of 8, shuffled (plan.py)"),
+        (130, "3  Curriculum: pieces of at most 4 for now (curriculum.py)"),
+        (184, "4  Packing: rows of 8, filled (packing.py)"),
+        (238, "5  Dropping: the middle layers see 3 tokens a row (ltd.py)"),
+        (352, "6  The loss of every token moves the weights, and the clock"),
+        (369, "    decides what the next step may read (train.py)"),
+    ):
+        parts.append(text(12, y, words))
+    strips = ((np.stack((ends[:-1], ends[1:]), axis=1), 30), (drawn, 84), (pieces, 138))
+    for spans, y in strips:
+        parts += cells(spans, 12, y, 6, whole)
+    for number, row in enumerate(rows):
+        parts += cells(row, 12 + 124 * number, 192, 0, whole)
+    for layer, seen in enumerate([whole, *kept, whole]):
+        parts += cells(rows[0], 12, 312 - 22 * layer, 0, seen)
+    return svg(parts, 382)
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "frontier": frontier,
     "texts": texts,
@@ -300,6 +382,9 @@ PICTURES: dict[str, Callable[[], str]] = {
     "gain": gain,
     "mask": mask,
     "packs": packs,
+    "flow": flow,
+    "dropped": dropped,
+    "given": given,
 }
 
 if __name__ == "__main__":
