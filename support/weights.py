@@ -1,14 +1,14 @@
-"""The weights that a model begins with, and a run's weights for other libraries.
+"""Initial weights from runs or published models (--init), and export of a run's weights.
 
---init names a run of train.py or one of its checkpoints, or published weights of GPT-2, BERT or
-Llama: a state dict of torch.save or safetensors, a folder with several files of either and their
-index, or nanoGPT's ckpt.pt. All but a bare state dict also say which model they are for, so
-that --init needs no other flags; a config.json with a key that is not known here is refused. The
-model then computes the published function, and an exported run's model computes its own in any
-library that reads these layouts (tests/test_weights.py). Our parameters are on the right (after
-h.N. in a layer), the published entries on the left:
+--init names a run of train.py, one of its checkpoints, or published weights of GPT-2, BERT or
+Llama: a state dict saved by torch.save or safetensors, a folder with several such files and their
+index, or nanoGPT's ckpt.pt. All of these but a bare state dict also describe their model, so --init
+needs no other flags. A config.json with a key that we do not know is refused. The model then
+computes the same function as the published one, and an exported model computes the same function
+in any library that reads these layouts (tests/test_weights.py). Published entries are on the left,
+our parameters on the right; in a layer, their names follow h.N.:
 
-    GPT-2  c_attn c_proj c_fc of attn and mlp, (in, out)   same name, turned to (out, in)
+    GPT-2  c_attn c_proj c_fc of attn and mlp, (in, out)   same name, transposed to (out, in)
            everything else                                 same name
     BERT   embeddings.word_ | position_embeddings          wte | wpe + token type 0
            embeddings.LayerNorm                            ln_f
@@ -24,14 +24,15 @@ h.N. in a layer), the published entries on the left:
            mlp.gate_proj, up_proj | down_proj              mlp.c_fc, in this order | mlp.c_proj
            lm_head (GPT-2's too)                           lm_head (with --no-tied)
 
-So h.3.ln_1.bias (C,) is BERT's encoder.layer.3.attention.output.LayerNorm.bias, and one head of 4
-in a Llama's queries has its rows 0 1 2 3 in the file as 0 2 1 3 here: files turn halves of a head,
-the model turns neighbours. nanoGPT has GPT-2's names, our order of (out, in), and the exact GELU.
+For example, h.3.ln_1.bias (C,) is BERT's encoder.layer.3.attention.output.LayerNorm.bias. In a
+Llama's queries and keys, rows 0 1 2 3 of a head of width 4 become rows 0 2 1 3 here, because
+published files rotate a head's halves against each other and our model rotates neighbours. nanoGPT
+uses GPT-2's names, our order (out, in), and the exact GELU.
 
 The default block with --pos rope has no published layout. BERT's token type 0 is added to every
-position, because a row here is one segment, and an export has token types of zero. Nothing is
-downloaded, guessed, cropped or padded: an entry that does not fit is an error. The file is long,
-but one subject: in, out and a run's own weights go through the same tables of names.
+position, because our rows are one segment; an export has zeros for both token types. Nothing is
+downloaded, guessed, cropped or padded: an entry that does not fit is an error. The file is long but
+has one subject: import, export and a run's weights use the same tables of names.
 
     python -m support.weights export runs/a --out gpt2.safetensors
 """
@@ -63,17 +64,17 @@ from support.store import atomic_folder, atomic_write, fingerprint, get_encoding
 
 
 class Layout(NamedTuple):
-    """A published model: its settings by our names and by theirs, and the names of its entries."""
+    """A published model: how its settings and its parameters are named, there and here."""
 
     model_type: str  # in its config.json
-    architecture: str
-    settings: Flat  # of ours: those of another model do not fit
-    keys: dict[str, str]  # ours, and theirs in its config.json
-    absent: Flat  # what a key means that its config.json lacks, where that is not our default
-    fixed: Flat  # what else its config.json has to say
-    modules: dict[str, list[str]]  # ours, and theirs that make it up when they are stacked
-    layers: str  # before the name of what is in a layer: "h." here
-    base: str  # before all names but those of heads
+    architecture: str  # class name in transformers
+    settings: Flat  # our settings that a model of this layout must have
+    keys: dict[str, str]  # our setting -> its key in config.json
+    absent: Flat  # the published defaults of keys that config.json may lack
+    fixed: Flat  # more keys of config.json, each with the only value that we support
+    modules: dict[str, list[str]]  # our module -> the published modules stacked in it
+    layers: str  # prefix of names in a layer; ours is "h."
+    base: str  # prefix of all names except those of heads
 
 
 SIZE_KEYS = {"layers": "num_hidden_layers", "heads": "num_attention_heads", "width": "hidden_size"}
@@ -151,21 +152,21 @@ LLAMA_LAYOUT = Layout(
     base="model.",
 )
 LAYOUTS = (GPT2_LAYOUT, BERT_LAYOUT, LLAMA_LAYOUT)
-# Keys of a config.json, in all versions of transformers, that change nothing of what a model here
-# computes, or show in the shapes: names, training, generation, other heads, memory, rotary angles
-# (which `published_settings` looks at), and those of nanoGPT.
+# Keys of config.json, from all versions of transformers and from nanoGPT, that may have any value:
+# they do not change what our model computes (names, training, generation, other heads, memory),
+# they show in the shapes, or `published_settings` checks them itself (rotary angles).
 HARMLESS = {*(ROOT / "support" / "harmless_keys.txt").read_text().split()}
 PREFIX = re.compile(r"^((module|_orig_mod)\.)*((transformer|bert|model)\.)?")
-HEADS = ("cls.", "lm_head.")  # entries that stand beside the base
-# causal masks, angles and positions: saved by older versions, but not learned
+HEADS = ("cls.", "lm_head.")  # entries without the prefix `base`
+# Causal masks, angles and positions, which older versions saved although they are not learned.
 BUFFERS = re.compile(r".*\.attn\.(masked_)?bias|.*rotary_emb\.inv_freq|embeddings\.position_ids")
-PAIRS = re.compile(r"(pooler|nsp|cls\.seq_relationship)\..+")  # nothing uses them without --nsp
-HALVES = ("q_proj.weight", "k_proj.weight")  # Llama's: its rotary angles turn halves of a head
+PAIRS = re.compile(r"(pooler|nsp|cls\.seq_relationship)\..+")  # unused without --nsp
+HALVES = ("q_proj.weight", "k_proj.weight")  # Llama's, where rotary positions pair a head's halves
 TOKEN_TYPES = "embeddings.token_type_embeddings.weight"
 LONGEST_ROW = max(size.seq_len for size in SIZES.values())  # unless --seq-len asks for more
 POSITIONS = "embeddings.position_embeddings.weight"
 EMBEDDINGS = ("wte.weight", "embed_tokens.weight", "embeddings.word_embeddings.weight")
-TIED = {  # second names of one tensor, and the first, by layout
+TIED = {  # second name of a tied tensor -> its first name, which depends on the layout
     "lm_head.weight": ["wte.weight", "embed_tokens.weight"],
     "cls.predictions.decoder.weight": ["embeddings.word_embeddings.weight"],
     "cls.predictions.decoder.bias": ["cls.predictions.bias"],
@@ -177,11 +178,11 @@ def layout_of(kind: str, is_llama: bool) -> Layout:
 
 
 def published_names(name: str, layout: Layout) -> list[str]:
-    """The published entries that make one parameter of ours, stacked in this order.
+    """List the published entries that are stacked, in this order, in one of our parameters.
 
     Example:  published_names("h.3.ln_1.bias", BERT_LAYOUT) is
               ["encoder.layer.3.attention.output.LayerNorm.bias"]
-    Raises:   ValueError for a parameter that the layout has not
+    Raises:   ValueError for a parameter that the layout lacks
     """
     layer, module, leaf = re.fullmatch(r"(h\.\d+\.)?(.+?)(\.weight|\.bias)?", name).groups("")
     if module not in layout.modules:
@@ -190,32 +191,33 @@ def published_names(name: str, layout: Layout) -> list[str]:
     return [f"{layer}{published}{leaf}" for published in layout.modules[module]]
 
 
-def is_turned(name: str, layout: Layout, parameter: Tensor) -> bool:
-    """Whether the file has the transpose of our matrix: GPT-2 multiplies from the right."""
+def is_transposed(name: str, layout: Layout, parameter: Tensor) -> bool:
+    """Whether the file holds the transpose of our matrix: GPT-2 multiplies from the right."""
     return layout is GPT2_LAYOUT and name.startswith("h.") and parameter.dim() == 2
 
 
 def halves_from_pairs(x: Tensor, D: int) -> Tensor:
-    """Rows of queries or keys (H D, ...): of each head's D the even ones first, then the odd."""
+    """Reorder rows of queries or keys (H D, ...): the even rows of each head, then the odd ones."""
     return x.unflatten(0, (-1, D // 2, 2)).transpose(1, 2).reshape(x.shape)
 
 
 def pairs_from_halves(x: Tensor, D: int) -> Tensor:
+    """Undo `halves_from_pairs`."""
     return x.unflatten(0, (-1, 2, D // 2)).transpose(1, 2).reshape(x.shape)
 
 
 def published_entries(
     weights: dict[str, Tensor], layout: Layout, heads: Sequence[int], D: int
 ) -> dict[str, Tensor]:
-    """Our parameters under their published names, as views: one copies out of them or into them.
+    """Map published names to views of our parameters, to copy values into or out of.
 
-    Args:    heads of queries, keys and values, D wide each
+    Args:    heads the number of heads of queries, keys and values; each is D wide
     Example: BERT's h.0.attn.c_attn.bias (3 C,) becomes query, key and value of (C,) each
     """
     entries: dict[str, Tensor] = {}
     for name, value in weights.items():
         names = published_names(name, layout)
-        if is_turned(name, layout, value):
+        if is_transposed(name, layout, value):
             parts = [value.T]
         elif len(names) == 3:
             parts = value.split([number * D for number in heads])
@@ -235,15 +237,15 @@ def load_published(model: Transformer, path: str | Path) -> list[str]:
 
     Returns:  the entries that the model does not use, without their prefix
     Raises:   ValueError naming --init and the entry that does not fit
-    Cost:     reads the file; some weights are in memory twice until they are copied
-    Deviates: BERT's second token type is dropped; adding the first one rounds wpe once
+    Cost:     reads the file; some weights are in memory twice until they have been copied
+    Deviates: BERT's second token type is dropped; adding the first one to wpe rounds it once
     """
     entries = read_published(path)
     left_out: list[str] = []
     config = model.config
     layout = layout_of(config.kind, config.norm == "rmsnorm")
-    own_head = "a head of its own: tie_word_embeddings false, --no-tied"
-    hint = f"config.json, or flags without one, have to be its model's ({own_head})"
+    separate = "separate output head: tie_word_embeddings false or --no-tied"
+    hint = f"its config.json, or without one the flags, must describe its model ({separate})"
     views = published_entries(model.state_dict(), layout, config.qkv_heads, config.head_width)
     views = {PREFIX.sub("", entry): view for entry, view in views.items()}
     for entry, view in views.items():
@@ -268,54 +270,55 @@ def load_published(model: Transformer, path: str | Path) -> list[str]:
 
 
 def published_settings(path: str | Path, ignored: str | None = None) -> Flat:
-    """What follows from the config.json beside weights, or from nanoGPT's file.
+    """Read the settings that published weights imply, from their config.json or nanoGPT's file.
 
-    Args:    ignored keys of config.json, with commas between them, that need not be known
-    Returns: {"model.layers": 16, ...}, what decides the model, and as data.seq_len its context, at
-             most LONGEST_ROW; of a bare state dict the latter alone, if its positions are learned
-    Raises:  ValueError naming --init for a model that is not computed here
+    Args:    ignored unknown keys of config.json to accept, separated by commas
+    Returns: {"model.layers": 16, ...}: the settings that decide the model, and as data.seq_len its
+             context, at most LONGEST_ROW; for a bare state dict only data.seq_len, and only if its
+             positions are learned
+    Raises:  ValueError naming --init for a model that we cannot compute
     """
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     if args := saved_in(path).get("model_args"):
         like_gpt2 = {"model_type": "gpt2", "activation_function": "gelu"}
-        said = like_gpt2 | {"n_positions": args["block_size"], **args}
+        config = like_gpt2 | {"n_positions": args["block_size"], **args}
     else:
-        said = saved_in(folder / "config.json") if (folder / "config.json").exists() else {}
-    if not said or "model_size" in said:  # as in a run's
+        config = saved_in(folder / "config.json") if (folder / "config.json").exists() else {}
+    if not config or "model_size" in config:  # no config.json, or that of a run
         positions = positions_of(read_published(path))
         return {"data.seq_len": min(positions, LONGEST_ROW)} if positions else {}
-    kind = said.get("model_type")
+    kind = config.get("model_type")
     layout = next((one for one in LAYOUTS if one.model_type == kind), None)
     if layout is None:
-        raise refusal(path, f"is of type {kind!a}, not gpt2, bert or llama (its config.json)")
-    said |= said.get("rope_scaling") or said.get("rope_parameters") or {}
-    said = layout.absent | {key: value for key, value in said.items() if value is not None}
-    settings = {ours: said[key] for ours, key in layout.keys.items() if key in said}
+        raise refusal(path, f"config.json has model_type {kind!a}, not gpt2, bert or llama")
+    config |= config.get("rope_scaling") or config.get("rope_parameters") or {}
+    config = layout.absent | {key: value for key, value in config.items() if value is not None}
+    settings = {ours: config[key] for ours, key in layout.keys.items() if key in config}
     head_width = settings["width"] // settings["heads"]
     for key, wanted in [*layout.fixed.items(), ("head_dim", head_width), ("bias", True)]:
-        if said.get(key) not in (None, wanted):
-            raise refusal(path, f"has {key} {said[key]}, and only {wanted} is computed here")
+        if config.get(key) not in (None, wanted):
+            raise refusal(path, f"has {key} {config[key]}, but only {wanted} is supported")
     known = HARMLESS | {*layout.keys.values(), *layout.fixed, *(ignored or "").split(",")}
-    if unknown := ",".join(sorted(said.keys() - known)):
-        remedy = f"if that changes nothing of what the model computes, add --init-ignore {unknown}"
-        raise refusal(path, f"its config has {unknown}, not known here: {remedy}")
-    kind = said.get("rope_type", said.get("type", "default"))
-    if kind != "default" and (kind != "llama3" or not said.keys() >= {*Scaling.KEYS}):
-        computed = f"only llama3 with {', '.join(Scaling.KEYS)} is computed here"
-        raise refusal(path, f"scales rotary angles as {kind}, and {computed}")
-    scaling = ":".join(f"{said[key]:g}" for key in Scaling.KEYS) if kind == "llama3" else None
+    if unknown := ",".join(sorted(config.keys() - known)):
+        remedy = f"if they do not change what the model computes, add --init-ignore {unknown}"
+        raise refusal(path, f"unknown keys in its config: {unknown}; {remedy}")
+    kind = config.get("rope_type", config.get("type", "default"))
+    if kind != "default" and (kind != "llama3" or not config.keys() >= {*Scaling.KEYS}):
+        supported = f"only llama3 with {', '.join(Scaling.KEYS)} is supported"
+        raise refusal(path, f"scales rotary angles as {kind}, but {supported}")
+    scaling = ":".join(f"{config[key]:g}" for key in Scaling.KEYS) if kind == "llama3" else None
     rows = min(settings.pop("seq_len"), LONGEST_ROW)
     settings = layout.settings | settings | {"rope_scaling": scaling}
     return {f"model.{name}": value for name, value in settings.items()} | {"data.seq_len": rows}
 
 
 def positions_of(entries: dict[str, Tensor]) -> int | None:
-    """How many positions are learned."""
+    """Return the number of learned positions; None if positions are not learned."""
     return len(entries.get("wpe.weight", entries.get(POSITIONS, ()))) or None
 
 
 def saved_in(path: str | Path) -> dict[str, Any]:
-    """What a file holds, or the files of published weights in a folder. No code in it runs."""
+    """Load a file, or the published weights in a folder, without running any code from it."""
     path = Path(path)
     if path.is_dir():
         inside = (path / name for name in IN_A_FOLDER)
@@ -335,12 +338,12 @@ def saved_in(path: str | Path) -> dict[str, Any]:
             raise ValueError(f"it holds a {type(saved).__name__}")
     except Exception as error:  # torch.load raises half a dozen kinds
         why = f"cannot be loaded, {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise refusal(path, f"{why}; give a run, or a state dict as it was published") from None
+        raise refusal(path, f"{why}; name a run or a published state dict") from None
     return saved
 
 
 def read_published(path: str | Path) -> dict[str, Tensor]:
-    """The entries under their newer names, without prefix, and nanoGPT's turned as GPT-2's are."""
+    """Read the published entries by their newer names, without prefix; transpose nanoGPT's."""
     saved = saved_in(path)
     is_nanogpt = "model_args" in saved
     entries = {}
@@ -349,9 +352,9 @@ def read_published(path: str | Path) -> dict[str, Tensor]:
         if BUFFERS.fullmatch(name):
             continue
         if name in entries or not (isinstance(value, Tensor) and value.is_floating_point()):
-            raise refusal(path, f"{key} is there twice, or no tensor of floating-point numbers")
-        to_turn = is_nanogpt and name.startswith("h.") and value.dim() == 2
-        entries[name] = value.T if to_turn else value
+            raise refusal(path, f"{key} occurs twice or is not a floating-point tensor")
+        to_transpose = is_nanogpt and name.startswith("h.") and value.dim() == 2
+        entries[name] = value.T if to_transpose else value
     return entries
 
 
@@ -363,19 +366,19 @@ def refusal(path: str | Path, why: str) -> ValueError:
     return ValueError(f"--init {path}: {why}")
 
 
-# ---- safetensors: named tensors, and nothing in the file that could run
+# ---- safetensors: named tensors, and no code that could run
 #
 #    byte 0       8                        8 + N                              end
 #    +------------+------------------------+----------------------------------+
-#    | N, u64     | N bytes of JSON, UTF-8 | the tensors' bytes, each after   |
-#    | little-end | (spaces at its end)    | the other, without gaps          |
+#    | N, u64     | N bytes of JSON, UTF-8 | the tensors' bytes, one after    |
+#    | little-end | (padded with spaces)   | the other, without gaps          |
 #    +------------+------------------------+----------------------------------+
 #
-# The JSON is {"wte.weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}:
-# offsets count from byte 8 + N, tensors are row after row. "__metadata__" is a dict of strings.
-# Format: github.com/huggingface/safetensors, README.md. Floats of 8 and 4 bits are not read.
+# The JSON is {"wte.weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}.
+# Offsets count from byte 8 + N; tensors are stored row by row. "__metadata__" is a dict of strings.
+# Format: github.com/huggingface/safetensors, README.md. Floats of 8 and 4 bits are not supported.
 
-DTYPES = {  # widest first, in the order in which the format's own library writes them
+DTYPES = {  # in the order in which the safetensors library writes them, wide ones first
     "I64": torch.int64,
     "F64": torch.float64,
     "F32": torch.float32,
@@ -390,9 +393,9 @@ DTYPES = {  # widest first, in the order in which the format's own library write
 
 
 def load_file(path: str | Path) -> dict[str, Tensor]:
-    """Map the tensors of a file: they are read from the disk where they are used.
+    """Memory-map the tensors of a file: they are read from disk when they are used.
 
-    A file that is cut short, or a dtype that is not read, ends in an error of Python or torch.
+    A truncated file or an unsupported dtype raises an error of Python or torch.
     """
     data = np.memmap(path, np.uint8, "c")  # writing to a tensor changes memory, never the file
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")
@@ -407,7 +410,7 @@ def load_file(path: str | Path) -> dict[str, Tensor]:
 
 
 def save_file(out: BinaryIO, tensors: dict[str, Tensor]) -> None:
-    """Write a file's bytes, in the order of the format's own library: by dtype, then by name."""
+    """Write tensors in the order of the safetensors library: by dtype, then by name."""
     dtypes = {dtype: name for name, dtype in DTYPES.items()}
     order = sorted(tensors, key=lambda name: ([*dtypes].index(tensors[name].dtype), name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -427,19 +430,19 @@ def save_file(out: BinaryIO, tensors: dict[str, Tensor]) -> None:
 # ---- the weights of a run
 
 
-class Trained(NamedTuple):
-    """What a checkpoint says of its model, without the tensors."""
+class CheckpointInfo(NamedTuple):
+    """A checkpoint's description of its model, without the tensors."""
 
     path: Path
-    settings: Flat  # of the run; model.layers are those that run
-    size: ModelSize  # with the positions, where they are learned
+    settings: Flat  # of the run; model.layers counts the layers that run
+    size: ModelSize  # including the positions, if they are learned
     tokenizer: str  # its fingerprint
 
 
-def trained(path: str | Path) -> Trained | None:
-    """Read the outline of a checkpoint, or of the newest one of a run; None for any other file.
+def checkpoint_info(path: str | Path) -> CheckpointInfo | None:
+    """Describe a checkpoint, or the newest one of a run; return None for any other file.
 
-    Layers that share weights (--pseudo) count one by one.
+    Layers that share weights (--pseudo) count separately.
 
     Raises: ValueError for a folder without a checkpoint
     """
@@ -453,21 +456,21 @@ def trained(path: str | Path) -> Trained | None:
     if "clock" not in state:
         return None
     defaults = {f"model.{item.name}": item.default for item in fields(ModelConfig)}
-    settings = with_defaults(defaults | state["config"])  # a run may be from before a setting
+    settings = with_defaults(defaults | state["config"])  # an old run may lack newer settings
     size = ModelSize(**state["model_size"])
     if settings["model.pos"] == "learned" and not size.positions:
         size = size._replace(positions=SIZES[settings["model.size"]].seq_len)
     settings["model.layers"] = len(running_layers(state))
-    return Trained(path, settings, size, tokenizer=state["tokenizer_fingerprint"])
+    return CheckpointInfo(path, settings, size, tokenizer=state["tokenizer_fingerprint"])
 
 
 def real_weights(state: dict[str, Any]) -> dict[str, Tensor]:
-    """The weights in a training state, under a name for every layer that runs.
+    """Return the weights in a training state, with names for every layer that runs.
 
-    With --pseudo, layers that share weights get the same tensors, and layers that are not there yet
-    are left out.
+    With --pseudo, layers that share weights get the same tensors, and layers that have not been
+    added yet are skipped.
 
-    Example: owners (0, -1, 0): h.0.* of the state under h.0.* and h.1.*
+    Example: with owners (0, -1, 0), the state's h.0.* is returned as h.0.* and as h.1.*
     """
     weights = state["model"]
     real = {name: value for name, value in weights.items() if not name.startswith("h.")}
@@ -479,7 +482,7 @@ def real_weights(state: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def running_layers(state: dict[str, Any]) -> list[int]:
-    """For each layer that runs, the layer whose weights it uses."""
+    """List, for each layer that runs, the layer whose weights it uses."""
     if "pseudo" not in state:
         return list(range(state["config"]["model.layers"]))
     return [owner for owner in state["pseudo"]["owners"] if owner >= 0]
@@ -488,26 +491,27 @@ def running_layers(state: dict[str, Any]) -> list[int]:
 # ---- --init
 
 
-def source_of(init: str | None) -> Trained | None:
-    """What --init names, if it is a run or a checkpoint of train.py."""
+def source_of(init: str | None) -> CheckpointInfo | None:
+    """Describe the run or checkpoint that --init names; None if it names anything else."""
     if not init or any((Path(init) / name).exists() for name in IN_A_FOLDER):
         return None
-    return trained(init)
+    return checkpoint_info(init)
 
 
-# Settings of the model that its weights are for
+# The settings that decide which model the weights fit.
 OTHERS = ("dropout", "init", "init_ignore")
 MODEL_SETTINGS = [f"model.{item.name}" for item in fields(ModelConfig) if item.name not in OTHERS]
 
 
 def with_settings_of_init(given: Flat) -> Flat:
-    """The settings given, and those that follow from the run or the config.json that --init names.
+    """Add to the given settings those that follow from the run or config.json that --init names.
 
-    Of a run, --init becomes the checkpoint itself, so that it stays the same if that run goes on.
-    Rows of a published model have its context, but at most LONGEST_ROW; its learning rate is a
-    tenth of what a new model of its width has. A run that began with --init hands it on.
+    For a run, --init becomes the path of its checkpoint, so that it still means the same one if
+    that run continues. For a published model, rows default to its context but at most LONGEST_ROW,
+    and the learning rate to a tenth of that for a new model of its width. A run that itself started
+    from --init passes its learning rate on.
 
-    Raises: ValueError naming the flags that differ from that run, or --init
+    Raises: ValueError naming the flags that contradict --init
     """
     init, ignored = given.get("model.init"), given.get("model.init_ignore")
     source = source_of(init)
@@ -522,14 +526,14 @@ def with_settings_of_init(given: Flat) -> Flat:
     wrong = [name for name in both if given[name] != settings[name]]
     if wrong:
         was, asked = (as_flags({name: of[name] for name in wrong}) for of in (settings, given))
-        raise ValueError(f"--init {init} is a model of {was}, not {asked}: leave that out")
+        raise ValueError(f"--init {init} is a model with {was}, not {asked}: leave that out")
     if source is None:
         settings |= given
         if init:
             settings.setdefault("optim.lr", usual_lr(settings) / 10)
         return settings
     settings["data.seq_len"] = saved["data.seq_len"]
-    if "model.init" in saved:  # its weights may be published ones, of none of our sizes
+    if "model.init" in saved:  # its weights may be published ones, whose size is none of ours
         settings |= {name: saved[name] for name in ("optim.lr", "optim.beta2")}
     if "data.data" not in given:  # a store has its tokenizer
         settings["data.tokenizer"] = saved["data.tokenizer"]
@@ -539,12 +543,13 @@ def with_settings_of_init(given: Flat) -> Flat:
 def model_size(
     settings: Settings, encoding: tiktoken.Encoding, say: Callable[[str], None] = lambda line: None
 ) -> ModelSize:
-    """What settings do not say of a model that begins; of a published one, what they took from it.
+    """Return the part of a new model's size that settings leave open; check it against --init.
 
-    A published vocabulary suits a tokenizer if it has a row for each id that the model needs, and
-    no more than fill it up to a multiple of 64. Two of one size cannot be told apart.
+    A published vocabulary fits a tokenizer if it has a row for each id that the model needs, and no
+    more rows than pad that to a multiple of 64. Tokenizers of the same size cannot be told apart.
 
-    Raises: ValueError if the tokenizer or the rows do not suit what --init names
+    Args:   say prints what the settings took from a published model
+    Raises: ValueError if the tokenizer or --seq-len does not fit what --init names
     """
     init, seq_len = settings.model.init, settings.data.seq_len
     needed = vocab_size(encoding, settings.model.model)
@@ -556,28 +561,28 @@ def model_size(
         size = source.size
         if source.tokenizer != fingerprint(encoding):
             name = source.settings["data.tokenizer"]
-            other = f"was trained with tokenizer {name}, and the store has {encoding.name}"
-            raise refusal(source.path, f"{other}: prepare one with {name}")
+            other = f"was trained with tokenizer {name}, but the store has {encoding.name}"
+            raise refusal(source.path, f"{other}: prepare a store with {name}")
     else:
         entries = read_published(init)
         embedding = next((entries[name] for name in EMBEDDINGS if name in entries), ())
         size = ModelSize(len(embedding), positions_of(entries))
         if not needed <= size.vocab_size <= padded:
             needs = f"--tokenizer {encoding.name} needs {needed:,} (padded: {padded:,})"
-            remedy = "prepare the text with that of these weights (never BERT's WordPiece)"
-            raise refusal(init, f"has a vocabulary of {size.vocab_size:,}, and {needs}: {remedy}")
+            remedy = "use the tokenizer of these weights (BERT's WordPiece is not supported)"
+            raise refusal(init, f"has a vocabulary of {size.vocab_size:,}, but {needs}: {remedy}")
         lr, usual = settings.optim.lr, usual_lr(flattened(settings))
-        rows = f"--seq-len {seq_len}, by default its context but at most {LONGEST_ROW}"
-        say(f"--init {init}: {rows}; --lr {lr:g}, by default a tenth of {usual:g} for new weights")
+        rows = f"--seq-len {seq_len} (default: its context, at most {LONGEST_ROW})"
+        say(f"--init {init}: {rows}; --lr {lr:g} (default: a tenth of {usual:g} for new weights)")
     if size.positions and seq_len > size.positions:
-        raise ValueError(f"--seq-len {seq_len}: --init {init} has {size.positions} positions")
+        raise ValueError(f"--seq-len {seq_len}: --init {init} has only {size.positions} positions")
     return size
 
 
 def initial_model(
     config: TransformerConfig, settings: Settings, say: Callable[[str], None] = lambda line: None
 ) -> Transformer:
-    """A model with the weights that every run with this seed starts from, or those of --init."""
+    """Make a model with the initial weights of this seed, or with those that --init names."""
     torch.manual_seed(seed_of(settings.run.seed, "weights"))
     model, init = Transformer(config), settings.model.init
     left_out: list[str] = []
@@ -588,7 +593,7 @@ def initial_model(
     elif init:
         left_out = load_published(model, init)
     for name in left_out:
-        say(f"--init left out {name}")
+        say(f"--init: {name} is not used")
     return model
 
 
@@ -596,23 +601,23 @@ def initial_model(
 
 
 def export(source: str | Path, out: Path) -> dict[str, object]:
-    """Write the weights of a run, or of one checkpoint: as a .pt or .safetensors file, or as a
-    folder with config.json, from which transformers loads the model; texts need the tokenizer that
-    the run's store was made with.
+    """Write the weights of a run or checkpoint in a published layout.
 
-    Values are those of the checkpoint, including the rows that fill up the embedding.
+    `out` is a .pt or .safetensors file, or a folder with config.json, from which transformers loads
+    the model. To use it on text, you need the tokenizer of the run's store. Values are copied
+    unchanged, including the rows that pad the embedding.
 
-    Returns: what config.json has to hold for transformers
-    Raises:  ValueError for what cannot be read, has no published layout, or is there already;
-             nothing is written then
+    Returns: the config.json that transformers needs
+    Raises:  ValueError, before anything is written, if the source cannot be read or has no
+             published layout, or if `out` exists
     """
     if out.suffix not in ("", ".safetensors", ".pt"):
         raise ValueError(f"--out {out}: end its name in .pt or .safetensors, or name a folder")
     if out.exists() or not out.absolute().parent.is_dir():
         raise ValueError(f"--out {out} exists, or its folder does not: name another")
-    run = trained(source)
+    run = checkpoint_info(source)
     if run is None:
-        raise ValueError(f"{source} is neither the folder of a run nor one of its checkpoints")
+        raise ValueError(f"{source} is neither the folder of a run nor a checkpoint")
     s = {name.removeprefix("model."): value for name, value in run.settings.items()}
     layout = layout_of(s["model"], s["block"] == "llama")
     needs = layout.settings | ({} if layout is LLAMA_LAYOUT else {"kv_heads": s["heads"]})
@@ -634,8 +639,8 @@ def export(source: str | Path, out: Path) -> dict[str, object]:
     D = s["width"] // s["heads"]
     entries = published_entries(weights, layout, heads, D)
     for entry, view in entries.items():
-        turned = halves_from_pairs(view, D) if entry.endswith(HALVES) else view
-        entries[entry] = turned.contiguous()
+        ordered = halves_from_pairs(view, D) if entry.endswith(HALVES) else view
+        entries[entry] = ordered.contiguous()
     if not out.suffix:
         end = get_encoding(s["data.tokenizer"]).eot_token
         config |= {"bos_token_id": end, "eos_token_id": end}
@@ -643,7 +648,7 @@ def export(source: str | Path, out: Path) -> dict[str, object]:
             (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
             save_file(file, entries)
         return config
-    with atomic_write(out) as file:  # neither has tied tensors twice: readers tie by name
+    with atomic_write(out) as file:  # tied tensors are written once: readers tie them by name
         if out.suffix == ".safetensors":
             save_file(file, entries)
         else:
@@ -653,9 +658,9 @@ def export(source: str | Path, out: Path) -> dict[str, object]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = Parser(prog="python -m support.weights", description=__doc__.split("\n")[0])
-    parser.add_argument("verb", choices=["export"], help="write a run's weights as published ones")
+    parser.add_argument("verb", choices=["export"], help="write weights in a published layout")
     parser.add_argument("run", type=Path, help="folder of a run, or a checkpoint")
-    parser.add_argument("--out", type=Path, required=True, help="new folder, or .pt, .safetensors")
+    parser.add_argument("--out", type=Path, required=True, help=".pt, .safetensors or new folder")
     args = parser.parse_args(argv)
     config = export(args.run, args.out)
     if args.out.suffix:

@@ -44,7 +44,7 @@ CASES = {  # the command -> what its line says
     f"{TRAIN} --data S --tokenizer pd4k": "S: made with tokenizer bytes",
     f"{TRAIN} --init nowhere.pt": "nowhere.pt",
     f"{TRAIN} --init words.txt": "words.txt",
-    f"{TRAIN} --init R --layers 3": "is a model of --layers 4, not --layers 3",
+    f"{TRAIN} --init R --layers 3": "is a model with --layers 4, not --layers 3",
     # runs
     f"train {SMALL} --data S --out R": "--out R already holds a run: name another, or add --resume",
     f"train {SMALL} --data S --out full": "--out full exists and is not an empty folder",

@@ -323,7 +323,7 @@ def test_a_llama_in_several_files_goes_on_and_loads_in_transformers(tied, tmp_pa
     prepare.main([str(TINY), "--out", "store", "--tokenizer", "tokenizer.model"])
     fitting = "--init llama --data store --seq-len 32 --device cpu --lr 1e-3"
     for wrong in ("--kv-heads 4", "--no-tied" if tied else "--tied"):
-        with pytest.raises(ValueError, match=f"is a model of .* not {wrong}"):
+        with pytest.raises(ValueError, match=f"is a model with .* not {wrong}"):
             train.main(f"{fitting} {wrong} --out no".split())
 
     def logits(model, tokens):
@@ -370,8 +370,8 @@ MISFITS = [  # kind of file, entries changed or deleted (None), changes to the m
     ("bert", {f"bert.{QUERY}": None}, {}, f"{QUERY} must be (16, 16) but is absent"),
     ("bert", {"qa.weight": torch.ones(2)}, {}, "qa.weight has no place in this model"),
     ("gpt", {"lm_head.weight": torch.ones(50, 16)}, {}, "lm_head.weight has no place"),
-    ("gpt", {"wte.weight": torch.ones(50, 16)}, {}, "wte.weight is there twice"),
-    ("gpt", {C_ATTN: torch.ones(16, 48).char()}, {}, "no tensor of floating-point numbers"),
+    ("gpt", {"wte.weight": torch.ones(50, 16)}, {}, "wte.weight occurs twice"),
+    ("gpt", {C_ATTN: torch.ones(16, 48).char()}, {}, "is not a floating-point tensor"),
 ]
 
 
@@ -398,7 +398,7 @@ def test_a_vocabulary_has_a_row_for_each_id_and_at_most_those_that_fill_it_up(tm
     assert size(257) == (257, SEQ_LEN) and size(320) == (320, SEQ_LEN)
     for rows in 256, 321:
         assert re.search("--init .*: .*--tokenizer bytes needs 257", refusal(size, rows))
-    assert refusal(size, 257, 13).endswith("has 12 positions")
+    assert refusal(size, 257, 13).endswith("has only 12 positions")
 
 
 def test_a_file_that_is_no_state_dict_or_is_broken_changes_nothing(tmp_path):
@@ -409,7 +409,7 @@ def test_a_file_that_is_no_state_dict_or_is_broken_changes_nothing(tmp_path):
         path.write_bytes(content)
         assert_refused(model, path, "cannot be loaded")
     nested = written({"model": gpt_file()}, tmp_path)
-    assert_refused(model, nested, "model is there twice, or no te")
+    assert_refused(model, nested, "model occurs twice or is not a")
 
 
 LLAMA = dict(model_type="llama", hidden_size=32, num_attention_heads=4, num_hidden_layers=3)
@@ -419,16 +419,16 @@ GPT2 = dict(model_type="gpt2", n_embd=32, n_head=4, n_layer=3)
 
 
 NOT_COMPUTED = [
-    (LLAMA | {"model_type": "mamba"}, "of type 'mamba', not gpt2, bert or llama"),
-    (LLAMA | {"rms_norm_eps": None}, "has rms_norm_eps 1e-06, and only 1e-05 is computed here"),
-    (LLAMA | {"head_dim": 16}, "has head_dim 16, and only 8 is computed here"),
+    (LLAMA | {"model_type": "mamba"}, "has model_type 'mamba', not gpt2, bert or llama"),
+    (LLAMA | {"rms_norm_eps": None}, "has rms_norm_eps 1e-06, but only 1e-05 is supported"),
+    (LLAMA | {"head_dim": 16}, "has head_dim 16, but only 8 is supported"),
     (LLAMA | {"rope_parameters": {"type": "llama3"}}, "only llama3 with factor, low_freq"),
     (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "has partial_rotary_factor"),
-    (GPT2 | {"scale_attn_weights": False}, "has scale_attn_weights False, and only True"),
-    (GPT2 | {"moe": 1, "alibi": 1}, "alibi,moe, not known .* --init-ignore alibi,moe"),
+    (GPT2 | {"scale_attn_weights": False}, "has scale_attn_weights False, but only True"),
+    (GPT2 | {"moe": 1, "alibi": 1}, "alibi,moe; .* --init-ignore alibi,moe"),
     (GPT2 | {"activation_function": "relu"}, r"activation must be one of .*got relu"),
     (LLAMA | {"rope_scaling": {"type": "yarn"}} | OTHER_ROPE, "scales rotary angles as yarn"),
-    (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx True, and only F"),
+    (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx True, but only F"),
 ]
 
 
@@ -492,7 +492,7 @@ def test_nanogpts_file_is_read_with_its_exact_gelu(tmp_path):
     load_published(like, written(gpt_file(), tmp_path))
     assert_same(model.state_dict(), like.state_dict())
     path = written(nanogpt_file(bias=False), tmp_path)
-    problem = "has bias False, and only True is computed here"
+    problem = "has bias False, but only True is supported"
     assert problem in refusal(config.parse_or_resume, ["--init", str(path)])
 
 
@@ -618,7 +618,7 @@ def test_a_bert_of_pairs_and_learned_positions(begin, run_of, tmp_path):
     kept = {n: v for n, v in saved.items() if not n.startswith(("pooler", "nsp"))}
     assert_same(begin(source, "--no-nsp", out="alone"), kept)
     assert made_of(tmp_path / "alone")[1] == {"vocab_size": 320, "positions": 256}
-    with pytest.raises(ValueError, match=r"--seq-len 512: --init .* has 256 positions"):
+    with pytest.raises(ValueError, match=r"--seq-len 512: --init .* has only 256 positions"):
         begin(source, "--seq-len 512 --batch-tokens 1024", out="long")
 
 
@@ -629,8 +629,8 @@ def test_the_source_is_needed_until_there_is_a_checkpoint(begin, store_dir, tmp_
     flags = "--pos learned --tied --layers 4 --heads 2 --width 32 --seq-len 32 --ltd --ltd-start 8"
     assert_same(begin(source, flags, out="new"), model.state_dict())
     said = capsys.readouterr().out
-    assert "--seq-len 32, by default its context" in said and f"gpt from {source}: " in said
-    assert "--lr 0.002, by default a tenth of 0.02" in said
+    assert "--seq-len 32 (default: its context" in said and f"gpt from {source}: " in said
+    assert "--lr 0.002 (default: a tenth of 0.02" in said
     shutil.copytree(tmp_path / "new", tmp_path / "late")
     assert train.main(["--resume", "--out", "new"]) == 0, "from the start"
     whole = metrics(read_log(tmp_path / "new"))
@@ -659,7 +659,7 @@ def test_weights_of_another_tokenizer_and_damaged_ones_are_refused(begin, run_of
     source = newest(run_of())
     state = checkpoint.load(source) | {"tokenizer_fingerprint": "another"}
     checkpoint.save(tmp_path / "changed/step-00000004.pt", state)
-    assert "with tokenizer bytes, and the store has" in refusal(begin, tmp_path / "changed")
+    assert "with tokenizer bytes, but the store has" in refusal(begin, tmp_path / "changed")
     content = bytearray(source.read_bytes())
     content[len(content) // 2] ^= 1
     (tmp_path / "damaged.pt").write_bytes(content)
