@@ -1,18 +1,19 @@
-"""The first minutes on a GPU: what machine it is, whether it learns as a CPU does, what it runs.
+"""The first minutes on a GPU: describe the machine, check that it learns as a CPU does, profile it.
 
     machine   versions, and measured ceilings: a copy on the device, matrix products, the link to
-              the host, the time of one launch of a kernel and of one wait for the device
-    losses    train.py for 30 steps on the embedded corpus, once for each way to run that has code
-              of its own on a GPU, all at once; each loss beside that of a CPU in fp32
-    profile   the kernels that a step spends its time in; on a CPU, torch's operators
+              the host, the time to launch a kernel and to wait for the device
+    losses    train.py for 30 steps on the embedded corpus, once for each way to run that has its
+              own code on a GPU, all side by side; each loss is compared with a CPU's in fp32
+    profile   the kernels that take the time of a step; on a CPU, torch's operators
 
-A CPU's losses stand in results/first-look.jsonl, in fp32: as they are, and with what goes into each
-linear layer, comes out and comes back rounded to bf16. A GPU's may be FACTOR times as far from the
-former as the latter are, at the worst step and at the worst of the first EARLY; the run that is
-killed and resumed too. TF32 rounds 8 times finer and gets an eighth of that, but only early: within
-30 steps any rounding grows as large.
+results/first-look.jsonl has the losses of a CPU in fp32, in two versions: exact, and with the
+inputs, weights, outputs and gradients of each linear layer rounded to bf16. A GPU's losses may be
+at most FACTOR times as far from the exact ones as the rounded ones are, both at the worst step and
+at the worst of the first EARLY steps. This holds for the run that is killed and resumed, too. TF32
+rounds 8 times finer, so it is allowed an eighth of the early distance; within 30 steps any rounding
+grows equally large.
 
-    OMP_NUM_THREADS=1 python bench/first_look.py curves --record     # the CPU's, some minutes
+    OMP_NUM_THREADS=1 python bench/first_look.py curves --record     # on a CPU, takes some minutes
     python bench/first_look.py machine losses profile --device cuda --record
     OMP_NUM_THREADS=2 python bench/first_look.py profile --size 6x128
 """
@@ -65,7 +66,7 @@ PACKAGES = ("triton", "torchao", "pytest", "pytest-xdist", "hypothesis", "tiktok
 
 
 def ceilings(args: argparse.Namespace) -> Iterator[tuple[str, dict]]:
-    """What nothing on this machine exceeds."""
+    """Measure rates and latencies that nothing on this machine can beat."""
     device = args.device
     here, there = torch.ones(2, 2**16 if args.toy else 2**28, device=device)
     host = torch.ones(len(here), pin_memory=device == "cuda")
@@ -82,7 +83,7 @@ def ceilings(args: argparse.Namespace) -> Iterator[tuple[str, dict]]:
         yield name, {"tflops": significant(rate / 1e12, 4)}
     one = torch.zeros(1, device=device)
     for name, call, calls in (("launch", partial(one.add_, 1), 2000), ("wait", one.item, 200)):
-        one.item()  # until nothing is under way
+        one.item()  # wait until the device is idle
         yield name, {"us": significant(1e3 * timed(calls * [call], "cpu").ms, 3)}
 
 
@@ -109,9 +110,9 @@ def look_at_machine(args: argparse.Namespace) -> None:
 # ---- losses
 
 COMMON = "--layers 6 --tied --batch-tokens 2048 --tokens 61440 --final-eval-tokens 2048"
-COMMON += " --eval-every 0 --checkpoint-every 0 --beta2 0.95"  # by name: defaults move
+COMMON += " --eval-every 0 --checkpoint-every 0 --beta2 0.95"  # explicit, because defaults change
 TOY = "--layers 2 --heads 2 --width 16 --seq-len 32 --batch-tokens 2048"
-CURVES = {  # what a CPU learns
+CURVES = {  # runs whose losses on a CPU are recorded
     "plain": "",
     "AdamW": "--optimizer adamw --lr 0.003",
     "ltd": "--ltd",
@@ -119,16 +120,16 @@ CURVES = {  # what a CPU learns
     "all on": "--curriculum seqlen --ltd --pack",
     "bert": "--model bert --nsp --pack --lr 0.002",
 }
-FACTOR = 5  # 2 for what is rounded on both; the head and Muon's products are bf16 on a GPU alone
-EARLY = 8  # steps, before rounding has grown
+FACTOR = 5  # 2 would do, but only a GPU computes the head and Muon's products in bf16
+EARLY = 8  # steps in which rounding has not grown yet
 
 
 class Way(NamedTuple):
-    """To run train.py. `like` names the curve that it should follow."""
+    """A way to run train.py. `like` names the curve that it should follow."""
 
     flags: str
     like: str = "plain"
-    finer: int = 1  # TF32 has three bits more than bf16
+    finer: int = 1  # 8 for TF32, which has three bits more than bf16
 
 
 WAYS = {name: Way(flags, name) for name, flags in CURVES.items()} | {
@@ -142,7 +143,7 @@ WAYS = {name: Way(flags, name) for name, flags in CURVES.items()} | {
 
 
 def losses_of(name: str, flags: str) -> list[float] | str:
-    """Step by step, of a run in a process of its own; where it fails, the end of what it said."""
+    """Train in a separate process; returns the loss of each step or, if it fails, an error."""
     with tempfile.TemporaryDirectory() as place:
         out = Path(place) / "run"
         program = [__file__, "rounded"] if "rounded" in name else [ROOT / "train.py"]
@@ -169,11 +170,11 @@ def kill_after_a_checkpoint(command: list[str], out: Path) -> int:
 
 
 def compared(way: Way, losses: list[float], curves: dict[str, list[float]]) -> dict:
-    """A way's losses beside the curve that it should follow, step by step."""
+    """Compare a run's losses, step by step, with the curve that it should follow."""
     exact = curves[way.like]
     rounded = [abs(a - b) for a, b in zip(curves[f"{way.like}, rounded"], exact, strict=True)]
     pairs = zip(losses, exact, strict=True) if len(losses) == len(exact) else [(math.inf, 0)]
-    differences = [abs(a - b) for a, b in pairs]  # infinite in a run of another length
+    differences = [abs(a - b) for a, b in pairs]  # infinite if the run has another length
     tolerance, early = FACTOR * max(rounded), FACTOR / way.finer * max(rounded[:EARLY])
     return {
         "like": way.like,
@@ -188,7 +189,7 @@ def compared(way: Way, losses: list[float], curves: dict[str, list[float]]) -> d
 
 
 def train_rounded(argv: list[str]) -> int:
-    """train.py in fp32, but as bf16 would round: inputs, weights, outputs and their gradients."""
+    """Run train.py in fp32, but round inputs, weights, outputs and their gradients to bf16."""
     exact = F.linear
 
     def cut(x: Tensor | None) -> Tensor | None:
@@ -202,7 +203,7 @@ def train_rounded(argv: list[str]) -> int:
 
 
 def runs(jobs: dict[str, str], at_once: int) -> Iterator[tuple[str, list[float] | str]]:
-    """Train `at_once` of them side by side; yield the losses of each, or its error, as it ends.
+    """Train `at_once` jobs side by side; yield the losses of each, or its error, when it ends.
 
     Args: jobs name -> flags
     """
@@ -218,9 +219,9 @@ def flags_for(args: argparse.Namespace, flags: str) -> str:
 
 
 def take_curves(args: argparse.Namespace) -> None:
-    """A CPU's losses, as the runs of a GPU are compared with."""
+    """Record a CPU's losses, with which the runs of a GPU are compared."""
     if args.device != "cpu":
-        raise ValueError("curves: they are a CPU's, leave out --device")
+        raise ValueError("curves are recorded on a CPU: leave out --device")
     curves = {"plain": CURVES["plain"]} if args.toy else CURVES
     jobs = {name: flags_for(args, flags) for name, flags in curves.items()}
     jobs |= {f"{name}, rounded": flags for name, flags in jobs.items()}
@@ -236,14 +237,14 @@ def recorded_curves(folder: Path) -> dict[str, list[float]]:
 
 
 def look_at_losses(args: argparse.Namespace) -> None:
-    """Every way to run beside its curve.
+    """Compare every way to run with its curve.
 
-    Raises: ValueError naming the ways that end with an error, or that do not follow
+    Raises: ValueError naming the ways that fail, or that do not follow their curve
     """
     on_cpu, wrong = args.device == "cpu", []
     names = ["plain", "killed and resumed"] if args.toy else list(WAYS)
     curves = recorded_curves(RESULTS if args.toy else ROOT / "results")
-    embedded_store("pd4k")  # once, before all of them want it
+    embedded_store("pd4k")  # make it now, because all runs need it at the same time
     jobs = {name: flags_for(args, WAYS[name].flags) for name in names}
     for name, losses in runs(jobs, at_once=2 if on_cpu else len(jobs)):
         way = WAYS[name]
@@ -253,17 +254,17 @@ def look_at_losses(args: argparse.Namespace) -> None:
             wrong.append(name)
         args.keep({"part": "way", "run": name, "flags": way.flags, **found})
     if wrong:
-        raise ValueError(f"losses of {', '.join(wrong)}: not those of a CPU, see above")
+        raise ValueError(f"losses of {', '.join(wrong)} differ from a CPU's: see above")
 
 
 # ---- profile
 
-PROFILED = 3  # steps
+PROFILED = 3  # steps profiled
 MOST_KERNELS = 25
 
 
 def look_at_profile(args: argparse.Namespace) -> None:
-    """Kernels by the time they take in a step, in all and as a share of the step's."""
+    """List the kernels by their time in a step, in milliseconds and as a share of the step."""
     size, device = "toy" if args.toy else args.size, args.device
     side = "CUDA" if device == "cuda" else "CPU"
     flags = "--compile on" if args.compile else ""
@@ -304,9 +305,9 @@ PARTS = {
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("parts", nargs="+", choices=PARTS)
-    parser.add_argument("--size", choices=CASES, default="124M", help="of profile (124M)")
-    parser.add_argument("--compile", action="store_true", help="of profile, as train.py's")
-    parser.add_argument("--toy", action="store_true", help="tiny: to see whether it works")
+    parser.add_argument("--size", choices=CASES, default="124M", help="for profile (124M)")
+    parser.add_argument("--compile", action="store_true", help="for profile, like train.py's")
+    parser.add_argument("--toy", action="store_true", help="tiny models, to test this script")
     args = parser.parse_args()
     args.keep = recorder("first-look", args)
     for part in args.parts:

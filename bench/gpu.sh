@@ -1,27 +1,29 @@
 #!/usr/bin/env bash
-# What needs a GPU, in stages of at most nine minutes; each is worth a visit to a GPU alone, and in
-# each what is worth most comes first:
+# Run all that needs a GPU, in stages of at most nine minutes. Each stage is useful alone, and each
+# does the most valuable parts first:
 #
 #     bash bench/gpu.sh STAGE [--nanogpt DIR] [--store DIR] [--commit HASH]
 #
-#     A  what machine it is and its ceilings; does every way to train learn what a CPU learns;
-#        124M, eager and compiled, beside nanoGPT's model where DIR is a clone of it; its kernels
-#     B  the tests marked gpu, on many workers; gpu-tests.xml has those that ended, even after a SIGTERM
-#        (on an H200 with 16 cores A takes four minutes, B one)
-#     C  steps of 350M with dropped tokens and packed rows; attention, loss and copies by themselves
+#     A  describe the machine and measure its ceilings; check that every way to train learns what a
+#        CPU learns; time and profile steps of 124M, eager and compiled, and nanoGPT's model if DIR
+#        is a clone of it
+#     B  run the tests marked gpu, on many workers; gpu-tests.xml lists those that ended, even after
+#        a SIGTERM (on an H200 with 16 cores A takes four minutes, B one)
+#     C  time steps of 350M with dropped tokens and packed rows; attention, loss and copies alone
 #     D  offload: steps of 350M with state, gradients and weights on the host; 1.3B in 16 GiB
-#     E  whole runs of 124M of two minutes each, the next three of section gpu of bench/frontier.ini
-#        without a record here or in results/; on the store DIR: prepare.py FILE --tokenizer gpt2 --out DIR
+#     E  train 124M in runs of two minutes: the next three of section gpu in bench/frontier.ini that
+#        have no record in $OUT or results/; DIR is a store that was made by
+#        prepare.py FILE --tokenizer gpt2 --out DIR
 #
-# Its results are in $OUT (default: results): a record as soon as a variant is done, in
-# gpu-NAME.jsonl, and all output in gpu-STAGE.log. Nothing is installed or fetched. A part that
-# fails or runs out of time does not end the others. A SIGTERM, or the stage's last second, ends the
-# part that runs; what was left out is named then. $PYTHON is the interpreter (python3). The commit is
-# HASH, or git's, or what stands in a file COMMIT.
+# Results go to $OUT (default: results): records to gpu-NAME.jsonl, each when its variant is done,
+# and all output to gpu-STAGE.log. Nothing is installed or downloaded. If a part fails or runs out
+# of time, the others continue. A SIGTERM, or the end of the stage's time, stops the running part,
+# and the script lists what was left out. $PYTHON is the interpreter (default: python3). The commit
+# is HASH, or else git's, or else the content of a file COMMIT.
 #
-# GPU_FAKE=1 walks through a stage on a CPU, with toys: does the script work?
+# GPU_FAKE=1 runs a stage with toy models on a CPU, to test this script.
 #
-# Exit status: 0 if all that was to run passed, 1 if not, 2 without a GPU or for a wrong argument.
+# Exit status: 0 if all parts passed, 1 if not, 2 without a GPU or for a wrong argument.
 
 set -u -o pipefail
 began=$SECONDS
@@ -44,9 +46,9 @@ nanogpt=() stores=() store=() commit=''
 while [ $# -gt 0 ]; do
     [ $# -ge 2 ] || refuse "$1 needs a value"
     case $1 in
-    --nanogpt) [ -f "$2/model.py" ] || refuse "--nanogpt $2: has no model.py"
+    --nanogpt) [ -f "$2/model.py" ] || refuse "--nanogpt $2 has no model.py: clone nanoGPT"
         nanogpt=(--nanogpt "$(realpath "$2")") ;;
-    --store) [ -f "$2/meta.json" ] || refuse "--store $2: prepare.py made no store there"
+    --store) [ -f "$2/meta.json" ] || refuse "--store $2 is not a store: make one with prepare.py"
         store=(--data "$(realpath "$2")") stores=(--stores "pd=$(realpath "$2")") ;;
     --commit) commit=$2 ;;
     *) refuse "$1 is unknown: choose --nanogpt, --store or --commit" ;;
@@ -55,7 +57,7 @@ while [ $# -gt 0 ]; do
 done
 fake=${GPU_FAKE:-}
 [ "$stage$fake" != E ] || [ ${#stores[@]} -gt 0 ] || refuse "stage E needs --store DIR"
-[ -z "$fake" ] || [ -n "${OUT:-}" ] || refuse "GPU_FAKE: set OUT, as toys are no results"
+[ -z "$fake" ] || [ -n "${OUT:-}" ] || refuse "GPU_FAKE needs OUT, to keep toys out of results/"
 [ -z "${OUT:-}" ] || OUT=$(realpath -m "$OUT")
 cd "$(dirname "$0")/.." || exit 2
 export OUT=${OUT:-$PWD/results}
@@ -68,7 +70,7 @@ mkdir -p "$OUT" || exit 2
 [ -n "$commit" ] || commit=$(git describe --always --dirty 2>/dev/null) ||
     commit=$(cat COMMIT 2>/dev/null) || commit=none
 export COMMIT=$commit PYTHONUNBUFFERED=1
-# what is compiled or trained on the way goes with the stage
+# compiled code and runs are deleted at the end of the stage
 TMPDIR=$(mktemp -d)
 export TMPDIR TRITON_CACHE_DIR=$TMPDIR/triton TORCHINDUCTOR_CACHE_DIR=$TMPDIR/inductor
 export PYTHONPYCACHEPREFIX=$TMPDIR/pycache HYPOTHESIS_STORAGE_DIRECTORY=$TMPDIR/hypothesis
@@ -76,11 +78,11 @@ exec > >(trap '' TERM INT && exec tee -a "$OUT/gpu-$stage.log") 2>&1
 log=$!
 
 running='' stopped='' status=0 left_out=()
-patience=${fake:+20} # a busy CPU is that much slower, even with toys
+patience=${fake:+20} # a busy CPU is this many times slower, even with toys
 patience=${patience:-1}
 stop() {
     stopped=1
-    [ -z "$running" ] || kill -TERM "$running" 2>/dev/null # timeout hands it on to all it started
+    [ -z "$running" ] || kill -TERM "$running" 2>/dev/null # timeout passes it on to its children
 }
 trap stop TERM INT
 
@@ -97,7 +99,7 @@ part() {
     timeout -k 5 "$limit" "$@" &
     running=$!
     wait "$running" || result=$?
-    while kill -0 "$running" 2>/dev/null; do # a signal ended the waiting, and not yet the part
+    while kill -0 "$running" 2>/dev/null; do # a signal has ended `wait`, but not yet the part
         result=0
         wait "$running" || result=$?
     done
@@ -119,24 +121,24 @@ bench() { # SECONDS NAME FILE FLAGS...
     part "$limit" "$name" "$python" "bench/$file.py" "$@" "${on[@]}"
 }
 
-# what is run, and what in its place if it is only to be seen whether it works
+# the arguments of a real stage, and below those of a fake one
 on=(--device cuda --record)
 toy=() gpt=124M larger=350M kernels=() copies=(--size 350M)
-# the tests that take longest first; of 16 cores 12, as some start processes of their own
+# Start with the tests that take longest. Use 12 of 16 cores, because some start more processes.
 tests=(gpu tests/test_offload.py tests/test_runtime.py $(grep -l mark.gpu tests/test_*.py))
 workers=12
 beside=("AdamW, exact GELU") kept=("keep 1/2") eager=("short pieces" "keep 3/4" "keep 1/4")
 if [ -n "$fake" ]; then
-    export TORCHDYNAMO_DISABLE=1 # a compiler for the CPU would take minutes
+    export TORCHDYNAMO_DISABLE=1 # compiling for the CPU would take minutes
     on=(--device cpu --record)
     toy=(--toy) gpt=toy larger=toy kernels=(--size toy --turns 2) copies=("${kernels[@]}")
     tests=("not gpu and not slow" tests/test_sizes.py) workers=2
-    beside=() kept=() eager=() # each variant is a process, which takes seconds to start
+    beside=() kept=() eager=() # few variants, because each is a process that takes seconds to start
 fi
 
 stage_A() {
     bench 30 machine first_look machine "${toy[@]}"
-    [ -z "$fake" ] || bench 100 curves first_look curves --toy # those of results/ are no toys'
+    [ -z "$fake" ] || bench 100 curves first_look curves --toy # results/ has none for toys
     OMP_NUM_THREADS=1 bench 100 losses first_look losses "${toy[@]}"
     local step=(--size "$gpt" "${nanogpt[@]}" --variants plain "${beside[@]}")
     bench 45 "step, eager" step "${step[@]}"
@@ -145,8 +147,8 @@ stage_A() {
     bench 30 "profile, compiled" first_look profile --compile "${toy[@]}"
 }
 
-# Each worker compiles its own kernels, so that compilations go on side by side. addopts of
-# pyproject.toml leave out the tests marked gpu.
+# Each worker compiles its own kernels, so compilations run in parallel. `-o addopts=` is needed
+# because addopts in pyproject.toml exclude the tests marked gpu.
 stage_B() {
     local flags=(-v -o addopts= -p no:cacheprovider "--junit-xml=$OUT/gpu-tests.xml")
     ! "$python" -c 'import xdist' 2>/dev/null ||
@@ -171,8 +173,9 @@ stage_D() {
         --eval-every 0 --checkpoint-every 0 --final-eval-tokens 20K "${store[@]}" --out "$TMPDIR/run"
 }
 
-# 60 M tokens of 124M are 916 steps of some 0.14 s on an H200 (docs/step.md). Everything on sees 64
-# tokens of a row at first: 25 M on its clock read 105 M, in 1,600 steps of some 0.08 s
+# With 124M, 60 M tokens are 916 steps of about 0.14 s on an H200 (docs/step.md). With all
+# techniques on, dropping layers keep 64 tokens of a row at first, so 25 M consumed tokens are 105 M
+# tokens read, in 1,600 steps of about 0.08 s.
 stage_E() {
     local runs=(runs --sections gpu --most 3)
     [ -z "$fake" ] || runs=(runs --sections toy)

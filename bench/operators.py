@@ -1,32 +1,34 @@
-"""The project's kernels against their definitions: time, spread, share of the measured peak.
+"""Time the project's kernels against their definitions, as a share of the measured peak.
 
-    attention  packed rows, forward and backward, documents of real lengths or of 64 tokens:
+    attention  in packed rows, forward and backward, for documents of real lengths or of 64 tokens:
                plain    torch's causal attention without a mask, as if each row were one document
                dense    the same under a mask of each row's documents: the definition
                groups   kernels/packed_attention.py on a CPU
-               triton   the same on a GPU; beside it torch's varlen_attn and flex_attention
-    loss       cross-entropy of a linear head, forward and backward, in float32, on a GPU under
-               autocast to bfloat16; "torch" is its own F.linear_cross_entropy in chunks (2.13)
+               triton   the same on a GPU, along with torch's varlen_attn and flex_attention
+    loss       cross-entropy of a linear head, forward and backward, in float32 or, on a GPU, under
+               autocast to bfloat16; "torch" is torch's F.linear_cross_entropy in chunks (2.13)
     copies     of token dropping around a layer that does nothing, forward and backward
 
-The forms take turns in one process; a ratio is the median of the ratios within a turn. A form is
-timed only if it agrees with the definition: copies bitwise, the others up to the rounding of their
-dtype. A form that does not, or that this torch lacks, is named at the end, and the others go on.
+The forms take turns in one process, and a ratio is the median of the ratios within each turn. A
+form is timed only if it agrees with the definition: bitwise for copies, otherwise up to the
+rounding of its dtype. A form that disagrees, or that this torch lacks, is reported at the end, and
+the others continue.
 
-The peak of attention and loss is the rate of a large matrix product, measured here and now, against
-the operations that every form needs. That of copies is a form as well, `copy`: a plain copy of as
-many bytes as the operation must move, each kept or written state once in and once out. "real" are
-the rows that `train.py --pack` begins with, on the embedded corpus; what is left of a row counts as
-a document. "work" is the sum of the squares of the documents' lengths against that of the rows'.
-"index_ms" is the time to find where documents lie, once a step and not once a layer. "gb_moved"
-counts the passes of a form over its logits; "memory_gb" is what a form takes beyond its inputs and
-gradients, on a CPU in a process of its own.
+For attention and loss, the peak is the rate of a large matrix product, measured at the start, and
+the operations counted are those that every form needs. For copies, the peak is a form too, `copy`:
+a plain copy of as many bytes as the operation must move, with each kept or written state read once
+and written once. "real" documents are in the first rows of `train.py --pack` on the embedded
+corpus; the unused rest of a row counts as a document. "work" is the sum of the squares of the
+document lengths, divided by that of the row lengths. "index_ms" is the time to index the documents,
+which happens once a step, not once a layer. "gb_moved" counts the passes of a form over its logits.
+"memory_gb" is what a form allocates beyond its inputs and gradients, on a CPU in a separate
+process.
 
-On a GPU copies get cold inputs, out of sets that exceed the cache together, and `ms` is the GPU's
-own time; `host_ms` is the time that the host takes to call.
+On a GPU, copies get cold inputs, from sets that together exceed the cache. `ms` is time on the
+device; `host_ms` is the time that the host takes to make the calls.
 
     OMP_NUM_THREADS=2 python bench/operators.py                     # all three
-    OMP_NUM_THREADS=2 python bench/operators.py loss --record       # and a line for each case
+    OMP_NUM_THREADS=2 python bench/operators.py loss --record       # one, and record each case
     python bench/operators.py attention --device cuda --record
 """
 
@@ -60,7 +62,7 @@ from support.runtime import exit_cleanly, peak_memory
 
 
 class Shape(NamedTuple):
-    """A batch of one size of model."""
+    """The shape of a batch for one size of model."""
 
     B: int
     T: int
@@ -74,7 +76,7 @@ class Shape(NamedTuple):
 
 
 SIZES = {"cpu": ("6x128", "12x256", "124M"), "cuda": ("124M", "350M", "1.3B")}
-TOKENS = {"cpu": 4096, "cuda": 32_768}  # of a batch: with fewer a GPU's host would be measured
+TOKENS = {"cpu": 4096, "cuda": 32_768}  # in a batch; fewer would measure a GPU's host
 
 
 def shape_of(size: str, device: str) -> Shape:
@@ -86,15 +88,15 @@ def shape_of(size: str, device: str) -> Shape:
 
 
 class Operation(NamedTuple):
-    """An operator on one batch of inputs."""
+    """An operator on one batch of inputs, in several forms."""
 
     about: dict[str, object]  # for the record
-    forms: dict[str, Callable[[], list[Callable]]]  # name -> the calls of a round, each -> tensors
+    forms: dict[str, Callable[[], list[Callable]]]  # name -> makes calls that return tensors
     definition: str
     bitwise: bool = False
     unchecked: tuple[str, ...] = ()  # forms that compute something else
-    flops: Callable[[str], float] | None = None  # of a call of a form; None: the peak is `copy`'s
-    more: Callable[[str], dict] = lambda form: {}  # figures of a form that are not of its calls
+    flops: Callable[[str], float] | None = None  # per call of a form; None: the form `copy` is peak
+    more: Callable[[str], dict] = lambda form: {}  # figures of a form besides its times
 
 
 def dtype_of(device: str) -> torch.dtype:
@@ -102,15 +104,15 @@ def dtype_of(device: str) -> torch.dtype:
 
 
 def check(found: list[Tensor], expected: list[Tensor], bitwise: bool, dtype: torch.dtype) -> None:
-    """Refuse to time a form that computes something else."""
+    """Refuse to time a form whose results differ from the definition's."""
     for value, other in zip(found, expected, strict=True):
         error = ((value.double() - other.double()).norm() / other.double().norm()).item()
         if not (value.equal(other) if bitwise else error < 4 * torch.finfo(dtype).eps ** 0.75):
-            raise ValueError(f"it differs by {error:.1e} of the norm: not timed")
+            raise ValueError(f"not timed: the result differs by {error:.1e} of its norm")
 
 
 def measure(operation: Operation, device: str, turns: int, peak: float) -> dict[str, dict]:
-    """Figures of each form, or its error."""
+    """Return the figures of each form, or its error."""
     figures: dict[str, dict] = {}
     rounds: dict[str, list[Callable]] = {}
     expected = operation.forms[operation.definition]()[-1]()
@@ -119,7 +121,7 @@ def measure(operation: Operation, device: str, turns: int, peak: float) -> dict[
             calls = make()
             if form not in (*operation.unchecked, operation.definition):
                 check(calls[-1](), expected, operation.bitwise, dtype_of(device))
-        except Exception as error:  # whatever a torch of another version says
+        except Exception as error:  # other versions of torch raise other errors
             figures[form] = {"error": str(error).splitlines()[0]}
         else:
             rounds[form] = calls
@@ -148,12 +150,12 @@ ATTENTIONS = {
     "cpu": ("dense", "plain", "groups"),
     "cuda": ("dense", "plain", "triton", "varlen", "flex"),
 }
-INDEXED = ("dense", "groups", "triton")  # forms of ours: the others find documents in another way
-BATCHES = 4  # in a round
+INDEXED = ("dense", "groups", "triton")  # forms that use our index of the documents
+BATCHES = 4  # per round
 
 
 def real_documents(shape: Shape) -> list[Tensor]:
-    """doc_ids (B, T) of the first batches of a packed run."""
+    """Return doc_ids (B, T) of the first batches of a packed run."""
     case = CASES["6x128"]._replace(batch_tokens=shape.B * shape.T)
     settings = Variant(f"--pack --seq-len {shape.T}").settings(case, "cpu")
     batches = [step.batch.with_documents().doc_ids for step in steps_of(settings, "cpu", BATCHES)]
@@ -166,12 +168,12 @@ def pieces_of_64(shape: Shape) -> list[Tensor]:
 
 @cache
 def compiled(function: Callable) -> Callable:
-    """Once for all batches, and only where it is asked for."""
+    """Compile a function once for all batches, when it is first needed."""
     return torch.compile(function, dynamic=False)
 
 
 def attention_of(form: str, doc_ids: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """A function of q, k and v (B, T, H, D) each, for these documents; causal."""
+    """Return causal attention among these documents, a function of q, k and v (B, T, H, D)."""
     if form in INDEXED:
         documents = index_of(doc_ids, True, form)
         return lambda q, k, v: packed_attention(q, k, v, documents)
@@ -229,7 +231,7 @@ def attention(
         return [partial(both_ways, attention_of(form, doc_ids)) for doc_ids in documents]
 
     def flops(form: str) -> float:
-        """Of the seven products forward and backward, of the scores that are seen."""
+        """Count the seven products, forward and backward, for visible scores only."""
         return 3.5 * 2 * B * H * D * T * T * (1 if form == "plain" else work)
 
     def index_ms(form: str) -> dict:
@@ -237,7 +239,7 @@ def attention(
             return {}
         index = {form: [partial(index_of, documents[0], True, form)]}
         calls = in_turns(index, turns, partial(timed, device=device))[form]
-        return {"index_ms": quartiles([max(call) for call in calls])}  # some is the host's
+        return {"index_ms": quartiles([max(call) for call in calls])}  # device or host
 
     return Operation(
         {"kernel": "packed_attention", "documents": name, "work": work},
@@ -256,12 +258,12 @@ LOSSES = {
     "cpu": ("reference", "chunked", "torch"),
     "cuda": ("reference", "chunked", "triton", "compiled", "torch"),
 }
-# Bytes that pass for each of N V logits, counted in the code. On a CPU the reference goes 9 times
-# over them in float32, the chunked form 11 times. On a GPU all write them in bfloat16, and two
-# products read their gradients so: 6 bytes. The reference makes them float32 (6) and their
-# logarithms (8), goes back through these (4 + 12) and to bfloat16 (6); the chunked form reads or
-# writes them 10 times in float32 and twice more in bfloat16; the kernel reads them twice and writes
-# once. What a compiler fuses is not counted.
+# Bytes moved per logit (there are N V), counted by hand from the code. On a CPU, the reference
+# passes over the logits 9 times in float32, the chunked form 11 times. On a GPU, all forms write
+# them in bfloat16, and two products read their gradients in bfloat16: 6 bytes. The reference
+# converts them to float32 (6), takes logarithms (8), goes back through these (4 + 12) and to
+# bfloat16 (6). The chunked form reads or writes them 10 times in float32 and twice more in
+# bfloat16. The kernel reads them twice and writes them once. Compiled forms are not counted.
 LOGIT_BYTES = {
     "cpu": {"reference": 36, "chunked": 44},
     "cuda": {"reference": 42, "chunked": 50, "triton": 12},
@@ -269,7 +271,10 @@ LOGIT_BYTES = {
 
 
 def inputs_of_head(shape: Shape, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """x (B T, C) and weight (V, C), which want gradients, and targets (B T,), a tenth ignored."""
+    """Return x (B T, C) and weight (V, C) that require gradients, and targets (B T,).
+
+    A tenth of the targets is ignored.
+    """
     torch.manual_seed(0)
     tokens = shape.B * shape.T
     x = torch.randn(tokens, shape.C, device=device)
@@ -294,9 +299,9 @@ def loss_both_ways(form: str, x: Tensor, weight: Tensor, targets: Tensor) -> lis
 
 
 def peak_bytes(shape: Shape, form: str, device: str) -> int:
-    """Memory of one call beyond its inputs and gradients; on a CPU resident pages, to a few MB."""
+    """Return the memory of a call beyond inputs and gradients; on a CPU, accurate to a few MB."""
     small = Shape(B=1, T=8, H=1, D=8, V=8)
-    loss_both_ways(form, *inputs_of_head(small, device))  # what torch loads late
+    loss_both_ways(form, *inputs_of_head(small, device))  # loads what torch loads lazily
     x, weight, targets = inputs_of_head(shape, device)
 
     if device == "cuda":
@@ -338,12 +343,12 @@ def losses(shape: Shape, device: str, turns: int) -> Iterator[Operation]:
 # ---- copies
 
 
-COLD_BYTES = 256 << 20  # of the sets together: five times the 50 MB of cache that an H100 has
+COLD_BYTES = 256 << 20  # all sets together: five times the 50 MB cache of an H100
 MOST_SETS = 32
 
 
 class Inputs(NamedTuple):
-    x: Tensor  # (B, T, C), wants a gradient
+    x: Tensor  # (B, T, C), requires a gradient
     kept: Tensor  # (B, K)
     y: Tensor  # (B, K, C)
     d: Tensor  # (B, T, C), the gradient from above
@@ -357,7 +362,7 @@ def inputs_of_copies(shape: Shape, K: int, device: str) -> Inputs:
 
 
 def row_numbers(x: Tensor, kept: Tensor) -> Tensor:
-    """Of kept positions (B, K) among all B T."""
+    """Return the kept positions (B, K) as row numbers among all B T."""
     B, T, _ = x.shape
     return (kept + T * torch.arange(B, device=x.device)[:, None]).flatten()
 
@@ -372,7 +377,7 @@ def put_rows(x: Tensor, kept: Tensor, y: Tensor) -> Tensor:
 
 def copying(form: str) -> Callable[[Inputs], list[Tensor]]:
     take, put = reference_gather, reference_scatter
-    if form == "compiled":  # each by itself, as a layer stands between them
+    if form == "compiled":  # separately, because a layer runs between them
         take, put = compiled(take_rows), compiled(put_rows)
 
     def layer(one: Inputs) -> Tensor:
@@ -392,9 +397,9 @@ def copies(shape: Shape, device: str, turns: int) -> Iterator[Operation]:
 
 
 def copy(shape: Shape, device: str, K: int) -> Operation:
-    """Both copies around a layer that does nothing else, forward and backward."""
+    """Make both copies around a layer that does nothing, forward and backward."""
     one = inputs_of_copies(shape, K, device)
-    states = 4 * (K + shape.T)  # of a row: 2 K and 2 T forward, and as many back
+    states = 4 * (K + shape.T)  # per row: 2 K and 2 T forward, and as many backward
     moved = shape.B * states * shape.C * one.x.element_size()
     sets = min(MOST_SETS, 1 + COLD_BYTES // moved) if device == "cuda" else 1
     inputs = [*(inputs_of_copies(shape, K, device) for _ in range(sets - 1)), one]
@@ -425,7 +430,7 @@ OPERATORS = {"attention": attentions, "loss": losses, "copies": copies}
 
 def main() -> None:
     parser = command_line(__doc__, turns=11)
-    parser.add_argument("operators", nargs="*", help=f"of {', '.join(OPERATORS)} (default: all)")
+    parser.add_argument("operators", nargs="*", help=f"{', '.join(OPERATORS)} (default: all)")
     parser.add_argument("--size", choices=CASES, nargs="+", help="(default: by --device)")
     args = parser.parse_args()
     chosen = pick(args.operators, OPERATORS)
@@ -438,13 +443,13 @@ def main() -> None:
             shape = shape_of(size, args.device)
             for operation in OPERATORS[name](shape, args.device, args.turns):
                 if args.device == "cuda":
-                    torch.compiler.reset()  # else the ninth shape would run uncompiled
+                    torch.compiler.reset()  # otherwise the ninth shape would run uncompiled
                 figures = measure(operation, args.device, args.turns, peak)
                 about = {"size": size, **shape._asdict(), "C": shape.C, **operation.about}
-                keep(about | {"forms": figures})  # a record a case: what is cut off leaves others
+                keep(about | {"forms": figures})  # now: a later case may be cut off by a time limit
                 wrong += [f"{form}: {f['error']}" for form, f in figures.items() if "error" in f]
     if wrong:
-        raise ValueError(f"not all forms were timed: {wrong[0]}")
+        raise ValueError(f"these forms were not timed: {'; '.join(wrong)}")
 
 
 if __name__ == "__main__":
