@@ -1,4 +1,4 @@
-# Inside an activated virtual environment; another interpreter: make check PYTHON=python3.12
+# Run inside an activated virtual environment, or name an interpreter: make check PYTHON=python3.12
 
 PYTHON ?= python
 STAGE ?= A
@@ -6,26 +6,26 @@ STAGE ?= A
 .DEFAULT_GOAL := help
 .PHONY: help train test check faults bench gpu
 
-help:  ## this list
+help:  ## print this list
 	@awk -F ':  ## ' '/^[a-z]+:  ## / { printf "%-7s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-train:  ## the first command of the README: minutes on a laptop
+train:  ## run the README's first command, which takes minutes on a laptop
 	$(PYTHON) -m torch.distributed.run train.py --curriculum seqlen --ltd --pack
 
-test:  ## everything that is not slow and needs no GPU
+test:  ## run all tests that are fast and need no GPU
 	$(PYTHON) -m pytest
 
-check:  ## what a change must pass besides the tests: lint, format, size, imports, documents
+check:  ## check what a change must pass besides the tests: lint, format, size, imports, documents
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m pytest -m structure
 
-faults:  ## break things on purpose, for minutes: docs/reliability.md
+faults:  ## break things on purpose, which takes minutes: docs/reliability.md
 	$(PYTHON) -m pytest -m faults
 
-bench:  ## kernels, training steps (NANOGPT=its clone)
+bench:  ## time kernels and training steps (NANOGPT=path of a clone, to compare)
 	$(PYTHON) bench/operators.py
 	$(PYTHON) bench/step.py $(if $(NANOGPT),--nanogpt $(NANOGPT))
 
-gpu:  ## one stage of what needs a GPU (STAGE=A to E); records in results/gpu-*.jsonl
+gpu:  ## run one stage of what needs a GPU (STAGE=A to E); records go to results/gpu-*.jsonl
 	bash bench/gpu.sh $(STAGE) $(if $(NANOGPT),--nanogpt $(NANOGPT))
