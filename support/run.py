@@ -302,7 +302,7 @@ class Run:
             return None
         state = checkpoint.load(path, runtime, shards)
         if state["run"] != self.id:
-            raise ValueError(f"{path} is from another run than {folder}: put its own back")
+            raise ValueError(f"{path} belongs to another run: put back the one of {folder}")
         self.clock = Clock.of(state["clock"])
         self.check_budget()
         self.best, self.best_step = state["best"], state["best_step"]
@@ -373,7 +373,7 @@ class Run:
             about = {"id": self.id, "config": flattened(s), "model_size": self.size._asdict()}
             write_config(self.folder, {**about, "store": self.store["sha256"], **provenance()})
             return
-        # A folder received from somebody else may hold a link to any of the user's files.
+        # A folder that somebody else made may hold a link to any of the user's files.
         if (log := self.folder / "log.jsonl").is_symlink():
             raise ValueError(f"{log} is a link: replace it with the file, links are not written to")
         if self.is_extended:  # `schedule_tokens` stays, because techniques follow the first budget

@@ -140,7 +140,7 @@ def test_a_run_goes_on_with_its_own_text_only(folder, store_dir, tmp_path):
 def test_what_does_not_belong_to_the_run_is_refused(folder):
     path = checkpoint.find(folder, "last")
     checkpoint.save(path, checkpoint.load(path) | {"run": "another"})
-    resume_refused(folder, "is from another run than .*run: put its own back")
+    resume_refused(folder, "belongs to another run: put back the one of .*run")
     for file in folder.glob("step-*.pt"):
         file.unlink()
     resume_refused(folder, r"the checkpoints of .*run are gone: put one back")
