@@ -117,7 +117,7 @@ def check_limits(config_class: type, flat: Flat, file: str = "") -> None:
             continue
         allowed, holds = [], True
         if choices := about["choices"]:
-            allowed.append(f"one of {choices}")
+            allowed.append(" or ".join(choices))
             holds = value in choices
         for limit, words, compare in (
             ("least", "at least", float.__ge__),

@@ -426,7 +426,7 @@ NOT_COMPUTED = [
     (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "has partial_rotary_factor"),
     (GPT2 | {"scale_attn_weights": False}, "has scale_attn_weights False, but only True"),
     (GPT2 | {"moe": 1, "alibi": 1}, "alibi,moe; .* --init-ignore alibi,moe"),
-    (GPT2 | {"activation_function": "relu"}, r"activation must be one of .*got relu"),
+    (GPT2 | {"activation_function": "relu"}, r"activation must be gelu_new or gelu, got relu"),
     (LLAMA | {"rope_scaling": {"type": "yarn"}} | OTHER_ROPE, "scales rotary angles as yarn"),
     (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx True, but only F"),
 ]
