@@ -210,7 +210,7 @@ def host_bytes(placement: Placement) -> int:
     return parts + 2 * slot_bytes(placement)
 
 
-def grouped(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
+def parameters_by_part(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
     """Return a model's parameters by part and name; a block shared by layers appears once.
 
     Example: h.3.mlp.c_fc.weight belongs to h.3, wte.weight to "outside"
@@ -229,7 +229,7 @@ def parts_of(model: "Transformer", muon: bool) -> tuple[Part, ...]:
           muon  whether Muon updates the blocks' matrices
     """
     parts = []
-    for name, parameters in grouped(model).items():
+    for name, parameters in parameters_by_part(model).items():
         block = model.h[int(name[2:])] if name != "outside" else None
         matrices = {name: p for name, p in parameters.items() if p.ndim > 1}
         numel = sum(p.numel() for p in matrices.values())
@@ -372,7 +372,7 @@ class Offload:
     def move(self, model: "Transformer", device: torch.device) -> None:
         """Put every tensor where it belongs, without ever having the whole model on the device."""
         self.model, self.device, self.link = model, torch.device(device), Link(device)
-        groups = grouped(model)
+        groups = parameters_by_part(model)
         leaving = [
             (part, name, parameter)
             for part in self.placement.parts

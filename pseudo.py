@@ -13,7 +13,7 @@ layers save both. While weights are shared, their gradient is averaged over thei
 would leave the sum.
 
 A stage of a run is described by its `Owners`: for each layer, the layer whose weights it uses.
-`share` makes a new model use the owners of a stage, and `handed_over` turns the state of one stage
+`share` makes a new model use the owners of a stage, and `hand_over` turns the state of one stage
 into the state of the next. Parameters keep their names throughout. In reading order: configuration,
 stages, model, state, gradients, settings. The technique acts where the code says
 `settings.pseudo.on`:
@@ -158,7 +158,7 @@ def share(model: nn.Module, owners: Owners) -> nn.Module:
     """Make the layers of a newly built model use the weights of their owners, in place.
 
     The layers' previous weights are lost. To take a trained model from one stage to the next, apply
-    `handed_over` to its state.
+    `hand_over` to its state.
     """
     for layer, owner in enumerate(owners):
         if owner != layer:
@@ -169,7 +169,7 @@ def share(model: nn.Module, owners: Owners) -> nn.Module:
 # ---- the state
 
 
-def handed_over(state: dict, owners: Owners, policy: str) -> dict:
+def hand_over(state: dict, owners: Owners, policy: str) -> dict:
     """Turn the training state of one stage into the state of another. Pure.
 
     The new model computes the same function, bit for bit, unless layers were added. Tensors that

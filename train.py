@@ -245,7 +245,7 @@ def next_trainer(trainer: "Trainer", step: Step, log: Log) -> "Trainer":
     owners = pseudo.owners_at(s.pseudo, s.model.layers, step.context.progress)
     if owners == trainer.owners:
         return trainer
-    state = pseudo.handed_over(trainer.state(), owners, s.pseudo.state)
+    state = pseudo.hand_over(trainer.state(), owners, s.pseudo.state)
     model, micro_batch = empty_model(trainer.model.config), trainer.micro_batch
     new = assemble(s, model=model, runtime=runtime, micro_batch=micro_batch, state=state)
     check_agreement(runtime, new.optimizers.named)

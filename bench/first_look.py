@@ -169,7 +169,7 @@ def kill_after_a_checkpoint(command: list[str], out: Path) -> int:
     return run.returncode
 
 
-def compared(way: Way, losses: list[float], curves: dict[str, list[float]]) -> dict:
+def compare(way: Way, losses: list[float], curves: dict[str, list[float]]) -> dict:
     """Compare a run's losses, step by step, with the curve that it should follow."""
     exact = curves[way.like]
     rounded = [abs(a - b) for a, b in zip(curves[f"{way.like}, rounded"], exact, strict=True)]
@@ -249,7 +249,7 @@ def look_at_losses(args: argparse.Namespace) -> None:
     for name, losses in runs(jobs, at_once=2 if on_cpu else len(jobs)):
         way = WAYS[name]
         failed = isinstance(losses, str)
-        found = {"error": losses, "follows": False} if failed else compared(way, losses, curves)
+        found = {"error": losses, "follows": False} if failed else compare(way, losses, curves)
         if not found["follows"]:
             wrong.append(name)
         args.keep({"part": "way", "run": name, "flags": way.flags, **found})

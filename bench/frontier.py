@@ -110,7 +110,7 @@ class Arm(NamedTuple):
         return not on or (on == {"--pack"} and "--pack-max-per-row 1" in self.flags)
 
 
-def listed(sections: list[str]) -> list[Arm]:
+def arms_in(sections: list[str]) -> list[Arm]:
     """Return the runs of bench/frontier.ini: first all with their first seed, then the second."""
     parser = ConfigParser(delimiters=(" seeds ",), interpolation=None)
     parser.optionxform = str  # keep the case of flags
@@ -136,7 +136,7 @@ def known(name: str, device: str) -> list[dict]:
     return [record for path in sorted(folders) for record in records(file, path)]
 
 
-def planned(
+def plan_run(
     arm: Arm, stores: dict[str, Path]
 ) -> tuple[config.Config, TransformerConfig, Iterator[tuple[str, Step]]]:
     """Plan a run without training: return settings, model, and the steps, each with its shape."""
@@ -192,7 +192,7 @@ def run(arm: Arm, stores: dict[str, Path], device: str) -> dict:
         lines, text = [*read_log(out)], json.loads((out / "config.json").read_text())["store"]
     steps = [line for line in lines if line["event"] == "train"]
     (final,) = (line for line in lines if line["event"] == "eval" and line["last"])
-    *_, planned_steps = planned(arm, stores)
+    *_, planned_steps = plan_run(arm, stores)
     return {
         **arm._asdict(),
         "text_sha256": text["tokens.bin"][:16],
@@ -206,7 +206,7 @@ def run(arm: Arm, stores: dict[str, Path], device: str) -> dict:
 
 def make_runs(args: argparse.Namespace) -> None:
     done = {arm_of(record) for record in known("frontier", args.device)}
-    arms = [arm for arm in listed(args.sections) if arm not in done][: args.most]
+    arms = [arm for arm in arms_in(args.sections) if arm not in done][: args.most]
     for arm in arms:  # report a wrong flag before the first run starts
         config.build(config.parse(arm.argv(args.stores)))
     keep = recorder("frontier", args)
@@ -251,7 +251,7 @@ def timed_steps(
     """Yield for each of these shapes, or for all, a function that cycles through its steps."""
     # At this rate the model never memorises the batches. If it did, gradients would be denormal
     # numbers, which are slow.
-    settings, model, steps = planned(arm._replace(flags=f"{arm.flags} --lr 1e-9"), stores)
+    settings, model, steps = plan_run(arm._replace(flags=f"{arm.flags} --lr 1e-9"), stores)
     trainer = trainer_of(settings, model_of(settings, model.vocab_size), "cpu")
     all_of: dict[str, list[Step]] = {}
     for shape, step in steps:
@@ -346,7 +346,7 @@ def between(x: float, points: list[tuple[float, float]]) -> float:
 def table(args: argparse.Namespace) -> str:
     """Return a section's table: both frontiers or, with --match, the runs that it finds."""
     points = points_in(args.sections[0], args.device, args.fixed)
-    shared = listed(args.sections)[0].shared
+    shared = arms_in(args.sections)[0].shared
     said = f"Every run has `{shared}` too.\n\n" * bool(shared)
     if args.match is None:
         return said + frontier_table(points, args.least_seeds, args.fixed)
@@ -456,7 +456,7 @@ def curves_of(section: str, device: str) -> list[Curve]:
 MARKED = re.compile(r"(<!-- frontier ([^\n]*) -->\n).*?(<!-- /frontier -->)", re.DOTALL)
 
 
-def filled(page: str) -> str:
+def with_tables(page: str) -> str:
     """Return a page with its tables updated."""
 
     def table_of(mark: re.Match) -> str:
@@ -477,11 +477,11 @@ def report(args: argparse.Namespace) -> None:
 
 def fill(args: argparse.Namespace) -> None:
     for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        path.write_text(filled(path.read_text()))
+        path.write_text(with_tables(path.read_text()))
 
 
 def quick(args: argparse.Namespace) -> None:
-    arms = listed(args.sections or ["books"])
+    arms = arms_in(args.sections or ["books"])
     some = [a for a in arms if a.is_plain][:2] + [a for a in arms if not a.is_plain][:1]
     new = [arm._replace(seed=arm.seed + 1000) for arm in some]
     with ThreadPoolExecutor(2) as pool:

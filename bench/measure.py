@@ -151,21 +151,21 @@ def in_turns(
 
     Args: measure  measures a variant; by default calls it and takes what it returns
     """
-    taken: dict[str, list[T]] = {name: [] for name in variants}
+    results: dict[str, list[T]] = {name: [] for name in variants}
     order = list(variants)
     for turn in range(turns + 1):
         for name in order:
             result = measure(variants[name])
             if turn:
-                taken[name].append(result)
+                results[name].append(result)
         order.reverse()
-    return taken
+    return results
 
 
 # ---- steps
 
 
-class Taken(NamedTuple):
+class Measurement(NamedTuple):
     """The time and memory that a step took.
 
     Bytes are what torch allocated on a GPU, without the CUDA context; 0 on a CPU.
@@ -176,7 +176,7 @@ class Taken(NamedTuple):
     resident_bytes: int = 0  # before the step: weights and optimizer state
 
 
-def measured(step: Callable[[], object]) -> Taken:
+def measured(step: Callable[[], object]) -> Measurement:
     on_gpu = torch.cuda.is_initialized()
     resident = 0
     if on_gpu:  # wait for the GPU to finish, here and after the step
@@ -188,22 +188,22 @@ def measured(step: Callable[[], object]) -> Taken:
     if on_gpu:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - began
-    return Taken(seconds, torch.cuda.max_memory_allocated() if on_gpu else 0, resident)
+    return Measurement(seconds, torch.cuda.max_memory_allocated() if on_gpu else 0, resident)
 
 
-def turn_of(step: Callable[[], object]) -> Taken:
+def turn_of(step: Callable[[], object]) -> Measurement:
     """Make one step untimed, then time steps for half a second and return their median."""
     time.sleep(WAIT_SECONDS)
     step()
-    taken = [measured(step)]
-    while sum(each.seconds for each in taken) < TIMED_SECONDS:
-        taken.append(measured(step))
-    return taken[-1]._replace(seconds=statistics.median(each.seconds for each in taken))
+    results = [measured(step)]
+    while sum(each.seconds for each in results) < TIMED_SECONDS:
+        results.append(measured(step))
+    return results[-1]._replace(seconds=statistics.median(each.seconds for each in results))
 
 
 def take_turns(
     variants: dict[str, tuple], turns: int, device: str
-) -> Iterator[tuple[list[str], dict[str, list[Taken]]]]:
+) -> Iterator[tuple[list[str], dict[str, list[Measurement]]]]:
     """Yield the names of the variants that have just finished, and the results of all so far.
 
     On a GPU, the others continue if one variant fails.
@@ -220,7 +220,7 @@ def take_turns(
             building[name] = alone.submit(build_step, *job)
         wait(building.values())  # building would disturb the first turn
 
-        def turn(name: str) -> Taken:
+        def turn(name: str) -> Measurement:
             try:
                 building[name].result()
                 return programs[name].submit(turn_of_built).result()
@@ -229,15 +229,15 @@ def take_turns(
                 raise ValueError(f"{name}: {kind}{str(error).splitlines()[0]}") from error
 
         together = [list(variants)] if device == "cpu" else [[name] for name in variants]
-        taken, failed = {}, []
+        results, failed = {}, []
         for names in together:
             try:
-                taken |= in_turns({name: name for name in names}, turns, turn)
+                results |= in_turns({name: name for name in names}, turns, turn)
             except ValueError as error:
                 print(f"failed: {error}", file=sys.stderr, flush=True)
                 failed.append(str(error))
             else:
-                yield names, taken
+                yield names, results
             for name in names:
                 programs[name].shutdown()
         if failed:
@@ -250,7 +250,7 @@ def build_step(build: Callable[..., Callable], *arguments: object) -> None:
     built = build(*arguments)
 
 
-def turn_of_built() -> Taken:
+def turn_of_built() -> Measurement:
     return turn_of(built)
 
 

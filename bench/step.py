@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 import nanogpt
 import torch
-from measure import Taken, command_line, quartiles, ratios, recorder, significant, take_turns
+from measure import Measurement, command_line, quartiles, ratios, recorder, significant, take_turns
 from torch import nn
 
 import config
@@ -224,14 +224,14 @@ def predicted(case: Case, variant: Variant, device: str, flags: str = "") -> Pre
 
 
 def summarise(
-    taken: dict[str, list[Taken]],
+    results: dict[str, list[Measurement]],
     case: Case,
     variants: dict[str, Variant],
     known: dict[str, Predicted],
 ) -> dict[str, dict]:
     """Return quartiles of milliseconds and of the ratio to a reference; on a GPU also memory."""
     figures = {}
-    for name, turns in taken.items():
+    for name, turns in results.items():
         seconds = [turn.seconds for turn in turns]
         figure = figures[name] = {
             "ms": quartiles([1e3 * s / case.steps_in_turn for s in seconds]),
@@ -239,8 +239,8 @@ def summarise(
             "real_tokens": round(known[name].real_tokens, 1),
         }
         reference = variants[name].to
-        if reference in taken:
-            others = [turn.seconds for turn in taken[reference]]
+        if reference in results:
+            others = [turn.seconds for turn in results[reference]]
             figure |= {"ratio": quartiles(ratios(seconds, others)), "to": reference}
             expected = known[name].flops / known[reference].flops
             if expected < 1:
@@ -250,8 +250,8 @@ def summarise(
         if peak:
             figure["peak_gb"] = significant(peak / 1e9, 4)
             figure["resident_gb"] = significant(resident / 1e9, 4)
-            if reference in taken and known[name].seen_share < 1:
-                plain = taken[reference][-1]
+            if reference in results and known[name].seen_share < 1:
+                plain = results[reference][-1]
                 rest = known[name].seen_share * (plain.peak_bytes - plain.resident_bytes)
                 figure["predicted_peak_gb"] = significant((plain.resident_bytes + rest) / 1e9, 4)
     return figures
@@ -274,8 +274,8 @@ def compare(
           flags that all variants have
     """
     known = {name: predicted(case, variants[name], device, flags) for name in jobs}
-    for new, taken in take_turns(jobs, case.turns, device):
-        figures = summarise(taken, case, variants, known)
+    for new, results in take_turns(jobs, case.turns, device):
+        figures = summarise(results, case, variants, known)
         steps = {name: figures[name] for name in new}
         keep({"size": size, **case._asdict(), "steps": steps})
 

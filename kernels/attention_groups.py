@@ -57,7 +57,7 @@ def layout(doc_ids: Tensor) -> tuple[Tensor, Tensor]:
     calls = torch.zeros(1 + N, 2, dtype=torch.int64)
     call_lengths, call = lengths.unique_consecutive(return_inverse=True)
     taken = tokens
-    filled = filled_up(lengths, T).sort(stable=True)
+    filled = rounded_up(lengths, T).sort(stable=True)
     filled_lengths, filled_call = filled.values.unique_consecutive(return_inverse=True)
     if (len(call_lengths) - len(filled_lengths)) * TOKENS_OF_A_CALL > N:
         call_lengths, call = filled_lengths, filled_call
@@ -77,7 +77,7 @@ def layout(doc_ids: Tensor) -> tuple[Tensor, Tensor]:
     return slots, calls
 
 
-def filled_up(lengths: Tensor, T: int) -> Tensor:
+def rounded_up(lengths: Tensor, T: int) -> Tensor:
     """Round lengths up to T/16, 2T/16 ... T, and lengths below T/16 to powers of two; 0 stays 0.
 
     No document more than doubles in length, so 2 B T slots are enough.
@@ -98,7 +98,7 @@ SLOT, SCORE = 30, 0.87  # in torch's attention without a mask
 SMALL = 100_000  # a layout costs about this, so smaller batches cannot gain in a layer or two
 
 
-def saves(doc_ids: Tensor, calls: Tensor) -> bool:
+def is_faster(doc_ids: Tensor, calls: Tensor) -> bool:
     """Estimate whether these calls take less time than attention under a dense mask."""
     B, T = doc_ids.shape
     count, moved = calls[0].tolist()
@@ -119,7 +119,7 @@ class Calls(NamedTuple):
         token, blank = (slots[0, :S], slots[2, :S]) if S else (None, slots[2, :tokens])
         return cls(calls[1 : 1 + count].tolist(), token, slots[1, :tokens], blank)
 
-    def laid(self, x: Tensor) -> list[Tensor]:
+    def lay_out(self, x: Tensor) -> list[Tensor]:
         """(B, T, H, D) or (B * T, H) -> (documents, H, length, ...) for each call
 
         All padding of a call counts as one document.
@@ -137,10 +137,10 @@ class Calls(NamedTuple):
             for part, (count, length) in zip(x.split(slots), self.sizes, strict=True)
         ]
 
-    def laid_gradient(self, dout: Tensor) -> list[Tensor]:
-        """Like `laid`, but for the gradient from above, with zeros in blank slots."""
+    def lay_out_gradient(self, dout: Tensor) -> list[Tensor]:
+        """Like `lay_out`, but for the gradient from above, with zeros in blank slots."""
         if self.token is None:
-            return self.laid(dout)
+            return self.lay_out(dout)
         x = dout.flatten(0, 1).index_select(0, self.token)
         return self.parts(x.index_fill_(0, self.blank.nonzero()[:, 0], 0))
 
@@ -168,7 +168,7 @@ def forward(
     """Return the output (B, T, H, D), and each query's log-sum-exp (B * T, H)."""
     batch = Calls.of(slots, calls, q.shape[0] * q.shape[1])
     out, lse = [], []
-    inputs = (batch.laid(x) for x in (q, k, v))
+    inputs = (batch.lay_out(x) for x in (q, k, v))
     masks = batch.masks(causal, q.dtype)
     for (_, length), mask, *parts in zip(batch.sizes, masks, *inputs, strict=True):
         if length:
@@ -189,8 +189,8 @@ def backward(dout: Tensor, saved: Sequence[Tensor], causal: bool) -> tuple[Tenso
     q, k, v, out, lse, slots, calls = saved
     batch = Calls.of(slots, calls, q.shape[0] * q.shape[1])
     gradients = []
-    inputs = (batch.laid(x) for x in (q, k, v, out, lse))
-    douts, masks = batch.laid_gradient(dout), batch.masks(causal, q.dtype)
+    inputs = (batch.lay_out(x) for x in (q, k, v, out, lse))
+    douts, masks = batch.lay_out_gradient(dout), batch.masks(causal, q.dtype)
     for (_, length), mask, *parts in zip(batch.sizes, masks, douts, *inputs, strict=True):
         if length:
             gradients.append(attention_backward(*parts, 0.0, causal, attn_mask=mask))

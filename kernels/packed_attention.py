@@ -101,7 +101,7 @@ def index_of(doc_ids: Tensor, causal: bool, impl: str) -> Documents:
     B, T = doc_ids.shape
     if impl == "groups" or (impl == "adaptive" and B * T * T > attention_groups.SMALL):
         slots, calls = attention_groups.layout(doc_ids)
-        if impl == "groups" or attention_groups.saves(doc_ids, calls):
+        if impl == "groups" or attention_groups.is_faster(doc_ids, calls):
             return Documents("groups", causal, (slots, calls))
     mask = attention_mask(doc_ids, causal)  # (B, 1, T, T)
     padding = doc_ids < 0  # (B, T)

@@ -32,7 +32,7 @@ def why_not(device: str) -> str | None:
 
     Args: device cpu | cuda | another device type of torch; of several GPUs, the current one decides
     """
-    return looked_up(device)  # not cached itself: torch.compile would trace into a cached function
+    return cached_why_not(device)  # separate, because torch.compile traces into cached functions
 
 
 # This is what torch.compiler.assume_constant_result does, but that imports the compiler (1.3 s).
@@ -40,7 +40,7 @@ why_not._dynamo_marked_constant = True
 
 
 @cache
-def looked_up(device: str) -> str | None:
+def cached_why_not(device: str) -> str | None:
     if device != "cuda" or not torch.cuda.is_available():
         return "no CUDA device"
     if triton is None:

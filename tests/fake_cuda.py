@@ -345,7 +345,7 @@ def patch_torch() -> None:
 
 def places(trainer: Any) -> list[tuple]:
     """Of each parameter: what of it is offloaded; whether it is on the device, and its state."""
-    groups, found = importlib.import_module("offload").grouped(trainer.model), []
+    groups, found = importlib.import_module("offload").parameters_by_part(trainer.model), []
     for part in trainer.offloaded.placement.parts:
         for name, parameter in groups[part.name].items():
             has_weights = parameter.inner.untyped_storage().nbytes() >= parameter.nbytes

@@ -96,7 +96,7 @@ def test_a_run_is_compared_with_plain_runs_of_its_model_and_of_any():
 def test_a_runs_seconds_are_the_sum_over_its_steps_of_what_each_shape_costs():
     frontier = import_module("frontier")
     made = [
-        {**frontier.listed(["toy"])[0]._asdict(), "val_bpb": loss, "real_tokens": 1}
+        {**frontier.arms_in(["toy"])[0]._asdict(), "val_bpb": loss, "real_tokens": 1}
         | {"train_seconds": 7.0, "shapes": {"whole": 300, "half": 182}}
         for loss in (1.5, 1.7)
     ]
@@ -110,8 +110,8 @@ def test_a_runs_seconds_are_the_sum_over_its_steps_of_what_each_shape_costs():
 def test_every_shape_of_a_run_is_timed_beside_the_reference():
     frontier = import_module("frontier")
     growing = "--layers 4 --tokens 2048 --pseudo --pseudo-layers 2 --pseudo-until 0.5"
-    arm = frontier.listed(["toy"])[0]._replace(flags=growing)
-    *_, steps = frontier.planned(arm, {})
+    arm = frontier.arms_in(["toy"])[0]._replace(flags=growing)
+    *_, steps = frontier.plan_run(arm, {})
     made = arm._asdict() | {"shapes": Counter(shape for shape, _ in steps)}
     costs = [*frontier.costs_of([made], set(), SimpleNamespace(stores={}, turns=1))]
     assert {cost["shape"] for cost in costs} == made["shapes"].keys() and len(costs) == 2
@@ -121,7 +121,7 @@ def test_every_shape_of_a_run_is_timed_beside_the_reference():
 def test_the_pages_follow_from_the_records():
     frontier = import_module("frontier")
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        assert frontier.filled(page.read_text()) == page.read_text(), "bench/frontier.py docs"
+        assert frontier.with_tables(page.read_text()) == page.read_text(), "bench/frontier.py docs"
 
 
 # ---- steps
@@ -163,11 +163,11 @@ def test_a_run_follows_a_cpus_losses_within_its_dtypes_rounding():
     look = import_module("first_look")
     curves, plain = {"plain": [3.0, 2.0, 1.0], "plain, rounded": [3.0, 2.01, 1.0]}, look.Way("")
     far, near = [3.0 + look.FACTOR * 0.011, 2.0, 1.0], [3.0, 2.0, 1.0 - look.FACTOR * 0.009]
-    figures = look.compared(plain, near, curves)
+    figures = look.compare(plain, near, curves)
     assert figures["follows"] and figures["at_step"] == 3
     assert figures["tolerance"] == pytest.approx(look.FACTOR * 0.01)
     for way, losses in ((plain, far), (plain, [3.0, 2.0]), (plain._replace(finer=8), near)):
-        assert not look.compared(way, losses, curves)["follows"]
+        assert not look.compare(way, losses, curves)["follows"]
 
 
 @pytest.mark.slow

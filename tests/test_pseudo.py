@@ -17,7 +17,7 @@ import pseudo
 import sample
 import train
 from model import Transformer, TransformerConfig
-from pseudo import ABSENT, average, handed_over, origin, owners_at, stage
+from pseudo import ABSENT, average, hand_over, origin, owners_at, stage
 from support.optim import Optimizers
 
 REAL = tuple(range(8))
@@ -122,7 +122,7 @@ def model_from(state):
 def test_delinking_preserves_the_function_bitwise(policy, kind):
     model, state = trained(stage(8, 8, 4), kind)
     before = copy.deepcopy(state)
-    real = handed_over(state, REAL, policy)
+    real = hand_over(state, REAL, policy)
     assert torch.equal(logits_of(model_from(real)), logits_of(model))
     assert real["step"] == state["step"], "what it does not know of stays"
     tensors = [t for name, t in real["model"].items() if name.startswith("h.")]
@@ -138,12 +138,12 @@ def test_the_worked_example_of_the_state():
     kept = state["optimizers"]["state"]
     of_one = kept["h.0.ln_1.weight"]
     for policy, scale in (("copy", 1), ("rescale", 2)):
-        after = handed_over(state, (0, 1), policy)["optimizers"]["state"]
+        after = hand_over(state, (0, 1), policy)["optimizers"]["state"]
         for moments in (after["h.0.ln_1.weight"], after["h.1.ln_1.weight"]):
             assert torch.equal(moments["exp_avg"], of_one["exp_avg"])
             assert torch.equal(moments["exp_avg_sq"], of_one["exp_avg_sq"] * scale)
             assert moments["step"] == 3
-    reset = handed_over(state, (0, 1), "reset")["optimizers"]["state"]
+    reset = hand_over(state, (0, 1), "reset")["optimizers"]["state"]
     assert not any(name.startswith("h.") for name in reset)
     assert all(torch.equal(reset["wte.weight"][k], v) for k, v in kept["wte.weight"].items())
 
@@ -151,8 +151,8 @@ def test_the_worked_example_of_the_state():
 def test_units_that_double_keep_their_place():
     _, state = trained(stage(4, 4, 1))
     for policy in ("copy", "rescale"):
-        twice = handed_over(handed_over(state, stage(4, 4, 2), policy), stage(4, 4, 4), policy)
-        once = handed_over(state, stage(4, 4, 4), policy)
+        twice = hand_over(hand_over(state, stage(4, 4, 2), policy), stage(4, 4, 4), policy)
+        once = hand_over(state, stage(4, 4, 4), policy)
         torch.testing.assert_close(twice["model"], once["model"], rtol=0, atol=0)
         states = (each["optimizers"]["state"]["h.3.ln_1.bias"] for each in (twice, once))
         torch.testing.assert_close(*states, rtol=1e-6, atol=0)
@@ -162,7 +162,7 @@ def test_units_that_double_keep_their_place():
 def test_new_layers_are_copies_of_their_neighbours(kind):
     owners = stage(6, 3, 3)  # 0 . 2 . . 5
     model, state = trained(owners, kind)
-    grown = handed_over(state, tuple(range(6)), "copy")["model"]
+    grown = hand_over(state, tuple(range(6)), "copy")["model"]
     matrices = [grown[f"h.{layer}.mlp.c_fc.weight"] for layer in range(6)]
     same = [[torch.equal(a, b) for b in matrices].index(True) for a in matrices]
     assert same == [0, 0, 2, 2, 4, 4], "layer 4 is a copy of layer 5"
@@ -217,7 +217,7 @@ def folder_of(short_ends, finished):
 
 def test_off_is_absent(folder_of, monkeypatch):
     plain = metrics(read_log(folder_of()))
-    for name in ("stage", "owners_at", "share", "handed_over", "parse_until", "average"):
+    for name in ("stage", "owners_at", "share", "hand_over", "parse_until", "average"):
         monkeypatch.setattr(pseudo, name, None)  # a call would fail
     assert metrics(read_log(folder_of("--seed 1337"))) == plain
     monkeypatch.undo()

@@ -74,7 +74,7 @@ def gpu(monkeypatch, tmp_path):
         }
         for name, answer in answers.items():
             monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-        triton_here.looked_up.cache_clear()
+        triton_here.cached_why_not.cache_clear()
 
     (tmp_path / "gcc").touch(0o755)
     monkeypatch.delenv("CC", raising=False)
@@ -82,7 +82,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(triton_here, "triton", object())
     monkeypatch.setattr(triton_here, "python_header", lambda: Path(__file__))
     yield of
-    triton_here.looked_up.cache_clear()
+    triton_here.cached_why_not.cache_clear()
 
 
 def assert_both_take(impl: str) -> None:
