@@ -45,7 +45,7 @@ MODES, PACES = ("random", "bypass"), ("linear", "root", "constant")
 @dataclass(frozen=True)
 class LtdConfig:
     on: bool = flag(False, "drop random tokens in all layers except the first and last")
-    mode: str = flag("random", "draw per layer, or once for all (TokenBypass)", choices=MODES)
+    mode: str = flag("random", "draw per layer, or once for all, as in TokenBypass", choices=MODES)
     start: int | None = flag(None, "tokens kept at the start (default: --seq-len / 16)", least=1)
     pace: str = flag("constant", "how kept tokens grow; constant: jump at the end", choices=PACES)
     share: float | None = flag(None, "share of a run with dropping (default: 0.9)", above=0, most=1)

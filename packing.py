@@ -7,7 +7,7 @@ technique acts where the code says `settings.pack.on`:
 
     config.py   build, check      `resolved` fills in defaults and refuses what cannot work
                 samples_kind      samples are pieces of documents, not rows of the stream
-    plan.py     Plan.__init__     a length curriculum has another pace; rows may have padding
+    plan.py     Plan.__init__     a length curriculum uses another pace; rows may have padding
                 Plan.__call__     calls packed_rows, and so `pack_lengths` in packed_window
                 Plan.full_step    rows keep their full length
 

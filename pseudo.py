@@ -61,7 +61,7 @@ class PseudoConfig:
         "share of a run before layers get their own weights; 0.05,0.1: units double at 0.05"
         " (default: 0.05; with --pseudo-layers 0.75)",
     )
-    state: str = flag("reset", "optimizer state of layers that get own weights", choices=STATES)
+    state: str = flag("reset", "optimizer state of layers that stop sharing", choices=STATES)
     layers: int | None = flag(None, "layers at the start (default: all)", least=1)
 
 
