@@ -311,7 +311,7 @@ def placement_for(
 
 
 def shown(count: float) -> str:
-    """Example: 1.50 GiB"""
+    """Write a number of bytes. Example: 1.50 GiB"""
     for unit, size in (("GiB", 2**30), ("MiB", MIB), ("KiB", 2**10)):
         if count >= size:
             return f"{count / size:.2f} {unit}"

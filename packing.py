@@ -220,7 +220,7 @@ def patterns_that_fill(space: int, most: int, longest: int) -> Iterator[Pattern]
 
 
 def number_that_fill(space: int, most: int) -> int:
-    """Count what `patterns_that_fill` yields for any lengths; stop somewhere above MOST.
+    """Count what `patterns_that_fill` yields if any length is allowed; may stop above MOST.
 
     A number has as many partitions into at most k parts as into parts of at most k.
     """

@@ -101,7 +101,7 @@ def origin(owners: Owners, layer: int) -> int:
 
 
 def owners_in_words(owners: Owners) -> str:
-    """Example: (0, -1, 0) -> "0 . 0" """
+    """Write owners as text. Example: (0, -1, 0) -> "0 . 0" """
     return " ".join("." if owner == ABSENT else str(owner) for owner in owners)
 
 
@@ -197,7 +197,7 @@ def hand_over(state: dict, owners: Owners, policy: str) -> dict:
     for layer, owner in enumerate(owners):
         if owner == ABSENT:
             continue
-        if owner != layer:  # the owner comes first of the layers that share, so it is done
+        if owner != layer:  # the first layer that shares is the owner, so it has its weights by now
             for name in names_of_block(new_weights, owner):
                 new_weights[f"h.{layer}.{name}"] = new_weights[f"h.{owner}.{name}"]
             continue

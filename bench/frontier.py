@@ -105,7 +105,7 @@ class Arm(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether no technique is on beyond the section's. One padded piece a row is plain too."""
+        """Whether no technique is on beyond the section's. Padded rows of one piece are plain."""
         on = {*TECHNIQUES} & {*self.flags.split()}
         return not on or (on == {"--pack"} and "--pack-max-per-row 1" in self.flags)
 
@@ -417,7 +417,7 @@ def share_of(p: Point, plain: list[Point]) -> str:
 
 
 def written(kind: str, cost: float) -> str:
-    """Example: 118 seconds, 2.70 M raw tokens"""
+    """Write a cost without its unit. Example: 118 for seconds, 2.70 M for raw tokens"""
     return shown(cost, 0) if np.isnan(cost) or kind == "seconds" else f"{cost / 1e6:.2f} M"
 
 

@@ -95,7 +95,7 @@ def rounded_up(lengths: Tensor, T: int) -> Tensor:
 CALL = 15_000
 MOVED_SLOT = 45
 SLOT, SCORE = 30, 0.87  # in torch's attention without a mask
-SMALL = 100_000  # a layout costs about this, so smaller batches cannot gain in a layer or two
+SMALL = 100_000  # what a layout costs; with fewer scores, a layer or two cannot save as much
 
 
 def is_faster(doc_ids: Tensor, calls: Tensor) -> bool:

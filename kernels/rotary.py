@@ -44,7 +44,7 @@ class Scaling(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """What decides the angles."""
+    """The settings that decide the angles."""
 
     base: float = 10_000.0
     scaling: Scaling | None = None
@@ -57,7 +57,7 @@ class Rotary(NamedTuple):
             return speeds
         factor, slow, fast, original = self.scaling
         turns = original * speeds / (2 * math.pi)
-        share = ((turns - slow) / (fast - slow)).clamp(0, 1)  # of the unscaled speed
+        share = ((turns - slow) / (fast - slow)).clamp(0, 1)  # weight of the unscaled speed
         return share * speeds + (1 - share) * speeds / factor
 
 
