@@ -3,19 +3,28 @@
     python lesson.py                       # some minutes on two CPU cores
     python lesson.py --tokens 100000
 
-It learns what this learns, loss by loss; the rest of the repository is speed, scale, safety and
-choice:
+Its losses are, step by step, those of this command. The rest of the repository makes it faster,
+distributed, resumable and configurable:
 
     python train.py --curriculum seqlen --pack --ltd --optimizer adamw --lr 0.004
 
-Read it from the top: text, the three techniques, the model, the clock, the run. Letters: B rows,
-T tokens of a row, K kept tokens, C width, H heads, D head width, L layers, V vocabulary.
+A run has a clock, which counts the tokens that a step reads, times the share of layers they went
+through. It runs from 0 to the budget; how long pieces may be, how many tokens a middle layer sees
+and the learning rate are functions of `progress`, clock / budget. Where this file masks a whole row
+and then ignores most of it, train.py computes each piece alone: that is where short pieces save
+time. Dropping saves time here too.
+
+Papers (arXiv): curriculum 2108.06084, packing 2107.02027, dropping 2211.11586, clock 2212.03597.
+
+In reading order: text, the three techniques, the model, the clock, the run. Shapes: B rows, T
+tokens in a row, K of them kept, C width, H heads, D = C / H, L layers.
 """
 
 import argparse
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -28,21 +37,22 @@ from support.store import Store, byte_lengths, get_encoding
 
 SEED = 1337
 L, H, C, T = 4, 4, 128, 1024
-BUDGET = 2_000_000  # tokens on the clock
-ROWS = 4  # of a step
-SHORTEST, GROWN_AT = 64, 0.9  # tokens of a piece at first; share of the run after which it is T
-K, WHOLE_AT = T // 16, 0.9  # tokens that a middle layer sees; share of the run after which it is T
-LR, WARMUP = 4e-3, 0.02  # peak, and the share of the run in which it is reached
-WINDOW = 16  # steps whose text is packed together
-NONE = -1  # the document of padding
+BUDGET = 2_000_000  # where the clock ends
+ROWS = 4  # rows in a step
+SHORTEST, GROWN_AT = 64, 0.9  # tokens in the longest piece at first; progress at which it is T
+K, WHOLE_AT = T // 16, 0.9  # tokens that a middle layer sees; progress at which it sees all T
+LR, WARMUP = 4e-3, 0.02  # peak learning rate, and the progress at which it is reached
+WINDOW = 16  # as many samples are packed together as 16 steps have rows
+PADDING = -1  # in place of the number of a piece
+# SHORTEST = K = T trains without curriculum and dropping
 
-Piece = tuple[int, int]  # first and one-past-last token in the store; never across documents
-
-
-# ---- text: a store is one long array of tokens, and `offsets` say where its documents begin
+Span = tuple[int, int]  # first and one-past-last token in the store
 
 
-def cut(spans: Sequence[Piece], longest: int) -> list[Piece]:
+# ---- text: a store is one long array of tokens; N documents lie between its N + 1 `offsets`
+
+
+def cut(spans: Sequence[Span], longest: int) -> list[Span]:
     """Cut every span into pieces of at most `longest` tokens.
 
     Example: (0, 5) at 2 tokens a piece: (0, 2), (2, 4), (4, 5)
@@ -50,120 +60,134 @@ def cut(spans: Sequence[Piece], longest: int) -> list[Piece]:
     return [(i, min(i + longest, end)) for start, end in spans for i in range(start, end, longest)]
 
 
-def samples(store: Store, held_out: bool) -> list[Piece]:
-    """The documents for training, or those held out, which come last; cut to fit a row."""
-    n = store.meta["train_documents"]
-    ends = store.offsets[n:] if held_out else store.offsets[: n + 1]
-    return cut(list(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)), T)
+def samples(store: Store, held_out: bool) -> list[Span]:
+    """Documents, cut to fit a row: the last ones are held out, the others are for training."""
+    first_held_out = store.meta["train_documents"]
+    bounds = store.offsets[first_held_out:] if held_out else store.offsets[: first_held_out + 1]
+    return cut(list(pairwise(bounds.tolist())), T)
 
 
 # ---- technique 1, curriculum: short pieces first
 
 
 def longest_piece(progress: float) -> int:
-    """How long a piece may be, in multiples of 8:  l(p) = 64 + (T - 64) (p / 0.9)^2.
+    """How long a piece may be:  l(p) = SHORTEST + (T - SHORTEST) (p / GROWN_AT)^2, then T.
 
-    Short pieces cost less attention, and teach what short contexts can teach.
+    Attention costs the square of a piece's length, and short pieces teach the frequent patterns,
+    without which long ones teach little. The square keeps them short for long; multiples of 8 suit
+    matrix units.
     """
     if progress >= GROWN_AT:
         return T
     length = int((progress / GROWN_AT) ** 2 * (T - SHORTEST) + SHORTEST)
-    return max(length - length % 8, SHORTEST)
+    return length - length % 8
 
 
-# ---- technique 2, packing: rows without padding, and no leak between their pieces
+# ---- technique 2, packing: rows with little padding, and no leak between their pieces
 
 
 def pack(lengths: Sequence[int]) -> list[tuple[int, ...]]:
-    """Best fit, longest first: each piece goes into the row with the least space that has room.
+    """Best fit, longest first: each piece goes into the fullest row that still has room.
 
         row(i) = argmin {space(r) : space(r) >= length(i)},  or a new row
 
-    Returns: rows, each with the numbers of its pieces
+    Pieces of one length are interchangeable, so it first plans rows of lengths, and then gives the
+    places of each length to its pieces, the earliest first.
+
+    Returns: for each row the indices of its pieces
     Example: at T = 8 the lengths 3, 6, 5, 2 make the rows (1, 3) and (2, 0)
     """
-    rows_with: dict[int, list[tuple[int, ...]]] = defaultdict(list)  # by the space that is left
+    rows_with: dict[int, list[tuple[int, ...]]] = defaultdict(list)  # lengths, by the space left
     for length in sorted(lengths, reverse=True):
         space = min((s for s, rows in rows_with.items() if s >= length and rows), default=T)
         row = rows_with[space].pop() if rows_with[space] else ()
         rows_with[space - length].append((*row, length))
-    numbers = defaultdict(list)  # of the pieces of each length, the first one last
-    for number in reversed(range(len(lengths))):
-        numbers[lengths[number]].append(number)
-    alike = Counter(row for rows in rows_with.values() for row in rows)
+    waiting = defaultdict(list)  # the pieces of each length, so that pop() gives the earliest
+    for index in reversed(range(len(lengths))):
+        waiting[lengths[index]].append(index)
+    planned = Counter(row for rows in rows_with.values() for row in rows)
     filled: list[tuple[int, ...]] = []
-    for row in sorted(alike, reverse=True):
-        filled += zip(*([numbers[n].pop() for _ in range(alike[row])] for n in row), strict=True)
+    for row, times in sorted(planned.items(), reverse=True):
+        filled += zip(*([waiting[n].pop() for _ in range(times)] for n in row), strict=True)
     return filled
 
 
-def window(every: Sequence[Piece], draw: int, longest: int) -> list[list[Piece]]:
-    """Rows of the next WINDOW steps: draw samples, cut them, pack them, and shuffle the rows."""
-    drawn = shuffled(np.arange(draw, draw + WINDOW * ROWS), len(every), SEED)
-    pieces = cut([every[number] for number in drawn], longest)
-    rows = pack([end - start for start, end in pieces])
-    return [[pieces[number] for number in row] for row in sorted(rows)]  # by their first draw
+def next_rows(samples: Sequence[Span], first_draw: int, longest: int) -> list[list[Span]]:
+    """Draw samples, cut them, pack them, and put the rows in the random order of the draws."""
+    draws = np.arange(first_draw, first_draw + WINDOW * ROWS)
+    drawn = shuffled(draws, len(samples), SEED)  # permutation after permutation, never in memory
+    pieces = cut([samples[index] for index in drawn], longest)
+    rows = pack([end - start for start, end in pieces])  # the longest piece of each row first
+    return [[pieces[index] for index in row] for row in sorted(rows)]
 
 
-def batch(store: Store, rows: Sequence[Sequence[Piece]]) -> tuple[Tensor, ...]:
-    """Lay the pieces of each row side by side; four times (B, T) int64.
+def batch(store: Store, rows: Sequence[Sequence[Span]]) -> tuple[Tensor, ...]:
+    """Lay the pieces of each row side by side: four int64 tensors (B, T).
 
-    tokens     the token before each target: end-of-text where a document begins
+    tokens     the token before each target. Documents end with end-of-text, so the first token
+               of a document is predicted from that
     targets    the text; -100 on padding
     positions  from 0 in every piece
-    documents  the number of a piece in its row; -1 on padding
+    piece_ids  the number of a piece in its row; PADDING behind the last one
     """
-    end_of_text = store.meta["end_of_text"]
-    text, positions, documents = np.zeros((3, len(rows), T), np.int64)
-    tokens, targets = np.full_like(text, end_of_text), np.full_like(text, -100)
-    documents[:] = NONE
+    shape, end_of_text = (len(rows), T), store.meta["end_of_text"]
+    tokens, targets = np.full(shape, end_of_text), np.full(shape, -100)
+    positions, piece_ids = np.zeros(shape, np.int64), np.full(shape, PADDING)
     for r, row in enumerate(rows):
-        i = 0
+        filled = 0
         for number, (start, end) in enumerate(row):
-            at = slice(i, i := i + end - start)
+            at = slice(filled, filled + end - start)
             targets[r, at] = store.tokens[start:end]
-            tokens[r, at] = [
-                store.tokens[start - 1] if start else end_of_text,
-                *targets[r, at][:-1],
-            ]
-            positions[r, at], documents[r, at] = np.arange(end - start), number
-    return tuple(map(torch.from_numpy, (tokens, targets, positions, documents)))
+            before = store.tokens[start - 1] if start else end_of_text
+            tokens[r, at] = [before, *targets[r, at][:-1]]
+            positions[r, at], piece_ids[r, at] = np.arange(end - start), number
+            filled = at.stop
+    return tuple(map(torch.from_numpy, (tokens, targets, positions, piece_ids)))
 
 
-def mask(documents: Tensor) -> Tensor:
-    """Which tokens see which, (B, 1, T, T):  j <= i and document(j) = document(i)."""
-    same = documents[:, :, None] == documents[:, None, :]
+def mask(piece_ids: Tensor) -> Tensor:
+    """Which token i may see which j, (B, 1, T, T) bool:  j <= i and piece(j) = piece(i).
+
+    This alone keeps pieces apart. That positions start anew does not: rotary attention sees only
+    differences, so here it changes nothing (learned positions need it).
+    """
+    same = piece_ids[:, :, None] == piece_ids[:, None, :]
     return same.tril()[:, None]
 
 
-# ---- technique 3, token dropping: middle layers see K of the T tokens of each row
+# ---- technique 3, token dropping (random-LTD): middle layers see K of the T tokens of each row
+#
+# The first layer sees all tokens, so that each has met its neighbours before it is dropped; so does
+# the last, because every token is predicted. Evaluation never drops: from WHOLE_AT on the middle
+# layers get used to whole rows.
 
 
 def kept_tokens(progress: float) -> int:
     return T if progress >= WHOLE_AT else K
 
 
-def keep(k: int, step: int, layer: int, documents: Tensor) -> Tensor:
-    """Draw the tokens that a layer sees, anew for each step, layer and row: (B, k).
+def draw_kept(k: int, step: int, layer: int, piece_ids: Tensor) -> Tensor:
+    """Draw the tokens that a layer sees, anew for each step, layer and row: (B, k) ascending.
 
         kept = sort(top k of random numbers)
 
-    Sorted, so that `mask` among them is still a triangle. Padding is dropped first.
+    Sorted, so that their order is that of the text and `mask` stays causal. Padding is dropped
+    before any token.
     """
-    rows = torch.arange(len(documents))
+    rows = torch.arange(len(piece_ids))
     seed = torch.tensor([seed_of(SEED, "ltd", step, layer)])
-    drawn = bits(seed, rows, T)[0]  # (B, T) from 0 on, a function of its arguments alone
-    drawn = torch.where(documents == NONE, ~drawn, drawn)  # below 0
+    (drawn,) = bits(seed, rows, T)  # (B, T), 63 bits each: a hash of seed, row and column
+    drawn = torch.where(piece_ids == PADDING, ~drawn, drawn)  # ~x is -x - 1: below all others
     return drawn.topk(k).indices.sort().values
 
 
-def run_kept(block: "Block", x: Tensor, kept: Tensor, positions: Tensor, documents: Tensor):
-    """y[kept] = block(x[kept]);  y[others] = x[others].
+def run_kept(block: "Block", x: Tensor, kept: Tensor, positions: Tensor, piece_ids: Tensor):
+    """y[kept] = block(x[kept]), with the block's residual;  y[others] = x[others].
 
-    A kept token keeps its position and its document.
+    A kept token keeps its position and its piece.
     """
     index = kept[:, :, None].expand(-1, -1, C)
-    y = block(x.gather(1, index), positions.gather(1, kept), mask(documents.gather(1, kept)))
+    y = block(x.gather(1, index), positions.gather(1, kept), mask(piece_ids.gather(1, kept)))
     return x.scatter(1, index, y)
 
 
@@ -176,13 +200,12 @@ class Block(nn.Module):
         self.ln_1, self.qkv, self.out = nn.LayerNorm(C), nn.Linear(C, 3 * C), nn.Linear(C, C)
         self.ln_2, self.up, self.down = nn.LayerNorm(C), nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
 
-    def forward(self, x: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """(B, T, C) hidden states, (B, T) positions, (B, 1, T, T) who sees whom -> (B, T, C)."""
-        B, n, _ = x.shape
-        qkv = self.qkv(self.ln_1(x)).view(B, n, 3, H, C // H).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv  # (B, H, T, D) each
-        y = F.scaled_dot_product_attention(rotate(q, positions), rotate(k, positions), v, mask)
-        x = x + self.out(y.transpose(1, 2).reshape(B, n, C))
+    def forward(self, x: Tensor, positions: Tensor, may_see: Tensor) -> Tensor:
+        """(B, T, C) hidden states, (B, T) positions, (B, 1, T, T) mask -> (B, T, C); T may be K."""
+        qkv = self.qkv(self.ln_1(x)).unflatten(2, (3, H, C // H))  # (B, T, 3, H, D)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
+        y = F.scaled_dot_product_attention(rotate(q, positions), rotate(k, positions), v, may_see)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.ln_2(x))))
 
 
@@ -211,93 +234,98 @@ class GPT(nn.Module):
             nn.init.normal_(block.out.weight, std=0.02 / math.sqrt(2 * L))
             nn.init.normal_(block.down.weight, std=0.02 / math.sqrt(2 * L))
 
-    def forward(self, tokens, targets, positions, documents, step: int = 0, k: int = T) -> Tensor:
-        """The loss of each target in nats, (B T,); middle layers see k tokens of each row."""
-        x, whole = self.embedding(tokens), mask(documents)
+    def forward(self, tokens, targets, positions, piece_ids, step: int = 0, k: int = T) -> Tensor:
+        """The loss of each target in nats, (B * T,); middle layers see k tokens of each row."""
+        x, may_see = self.embedding(tokens), mask(piece_ids)
         for layer, block in enumerate(self.blocks):
             if 0 < layer < L - 1 and k < T:
-                x = run_kept(block, x, keep(k, step, layer, documents), positions, documents)
+                kept = draw_kept(k, step, layer, piece_ids)
+                x = run_kept(block, x, kept, positions, piece_ids)
             else:
-                x = block(x, positions, whole)
+                x = block(x, positions, may_see)
         logits = self.head(self.ln(x)).flatten(0, 1)
         return F.cross_entropy(logits, targets.flatten(), reduction="none")
 
 
-# ---- the clock: a step consumes its tokens, scaled by the share of layers that they ran through
+# ---- the clock
 
 
-def consumed_by(documents: Tensor, k: int) -> int:
-    """sum over rows of floor((1 / L) sum over layers of min(n, tokens that the layer sees)).
+def consumed_by(piece_ids: Tensor, k: int) -> int:
+    """What a step adds to the clock: the sum over rows of floor(tokens seen by all layers / L).
 
-    n are the tokens of a row without padding. Example: 1024 in layers that see 1024, 64, 64 and
-    1024 consume 544
+    Example: a row of 1,024 tokens, through layers that see 1024, 64, 64 and 1024, consumes 544
     """
     seen = torch.tensor([T, *[k] * (L - 2), T])
-    n = (documents != NONE).sum(1, keepdim=True)  # (B, 1)
-    return int((n.minimum(seen).sum(1) // L).sum())
+    real = (piece_ids != PADDING).sum(1, keepdim=True)  # (B, 1)
+    return int((real.minimum(seen).sum(1) // L).sum())
 
 
-def learning_rate(consumed: float, budget: int) -> float:
+def learning_rate(clock: float, budget: int) -> float:
     """A straight line up to LR, and one down to 0."""
     warmup = WARMUP * budget
-    return LR * min(consumed / warmup, (budget - consumed) / (budget - warmup))
+    return LR * min(clock / warmup, (budget - clock) / (budget - warmup))
 
 
 # ---- the run
 
 
 def train(budget: int = BUDGET, most_steps: int | None = None) -> tuple[GPT, Store, list[float]]:
-    """Train until the budget is consumed; the model, the store and the loss of each step."""
-    store = Store.open(embedded_store("pd4k"))
-    every, draw, waiting = samples(store, held_out=False), 0, []
-    model = GPT(-(-(store.meta["end_of_text"] + 1) // 64) * 64)
+    """Train until the clock has reached the budget; return model, store and each step's loss."""
+    store = Store.open(embedded_store("pd4k"))  # 4,096 byte-pair tokens, mostly books
+    documents, draws, rows = samples(store, held_out=False), 0, []
+    model = GPT(-(-(store.meta["end_of_text"] + 1) // 64) * 64)  # the last id, rounded up to 64
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), fused=True)
-    consumed, losses = 0, []
-    while consumed < budget and len(losses) != most_steps:
-        # 1. Every choice of a step follows from the clock and the seed.
-        progress, step = consumed / budget, len(losses) + 1
-        while len(waiting) < ROWS:
-            waiting += window(every, draw, longest_piece(progress))
-            draw += WINDOW * ROWS
-        rows, waiting = waiting[:ROWS], waiting[ROWS:]
-        rows.sort(key=lambda row: -sum((end - start) ** 2 for start, end in row))  # of attention
-        tokens, targets, positions, documents = batch(store, rows)
+    clock, losses = 0, []
+    while clock < budget and len(losses) != most_steps:
+        # 1. Choose the rows. Nothing is random here but the seed.
+        progress, step = clock / budget, len(losses) + 1
+        while len(rows) < ROWS:
+            rows += next_rows(documents, draws, longest_piece(progress))
+            draws += WINDOW * ROWS
+        chosen, rows = rows[:ROWS], rows[ROWS:]
+        # The costliest attention first: in train.py they go round the ranks in this order.
+        chosen.sort(key=lambda row: -sum((end - start) ** 2 for start, end in row))
+        tokens, targets, positions, piece_ids = batch(store, chosen)
         k = kept_tokens(progress)
-        after = consumed + consumed_by(documents, k)
         # 2. The mean loss of all targets, and its gradient.
-        loss = model(tokens, targets, positions, documents, step, k).sum() / (targets >= 0).sum()
+        loss = model(tokens, targets, positions, piece_ids, step, k).sum() / (targets >= 0).sum()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        # 3. The rate of the middle of the step, so that neither the first nor the last is wasted.
-        for group in groups:
-            group["lr"] = learning_rate((consumed + min(after, budget)) / 2, budget)
+        # 3. Move the weights, at the rate of the middle of the step: at its start the first would
+        #    be 0.
+        after = clock + consumed_by(piece_ids, k)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate((clock + min(after, budget)) / 2, budget)
         optimizer.step()
         optimizer.zero_grad()
-        consumed = after
+        clock = after
         losses.append(loss.item())
         if step % 20 == 0:
-            print(f"step {step}: {consumed:,} of {budget:,} tokens, loss {losses[-1]:.4f}")
+            print(f"step {step}: clock {clock:,} of {budget:,}, loss {losses[-1]:.4f}")
     return model, store, losses
 
 
 @torch.no_grad()
 def bits_per_byte(model: GPT, store: Store) -> float:
-    """Held-out loss, on whole documents with nothing dropped:  nats / (ln 2 * bytes)."""
+    """Held-out loss:  nats / (ln 2 * bytes of text), whatever the tokenizer.
+
+    Documents are cut only where they are longer than a row, and every layer sees every token.
+    """
     pieces, nats, size = samples(store, held_out=True), 0.0, 0
-    rows = [[pieces[n] for n in row] for row in pack([end - start for start, end in pieces])]
-    bytes_of = torch.from_numpy(byte_lengths(get_encoding("pd4k")))
+    rows = [[pieces[i] for i in row] for row in pack([end - start for start, end in pieces])]
+    bytes_of = torch.from_numpy(byte_lengths(get_encoding("pd4k")))  # end-of-text has none
     for first in range(0, len(rows), ROWS):
-        tokens, targets, positions, documents = batch(store, rows[first : first + ROWS])
-        nats += model(tokens, targets, positions, documents).sum().item()
+        tokens, targets, positions, piece_ids = batch(store, rows[first : first + ROWS])
+        nats += model(tokens, targets, positions, piece_ids).sum().item()
         size += int(bytes_of[targets[targets >= 0]].sum())
     return nats / math.log(2) / size
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tokens", type=int, default=BUDGET, help="on the clock")
+    parser.add_argument("--tokens", type=int, default=BUDGET, help="where the clock ends")
     model, store, _ = train(parser.parse_args().tokens)
     print(f"held-out: {bits_per_byte(model, store):.4f} bits per byte")

@@ -23,7 +23,7 @@ from tests.test_budget import code_lines
 
 CPU = torch.device("cpu")
 FLAGS = "--curriculum seqlen --pack --ltd --optimizer adamw"
-TECHNIQUES = (lesson.longest_piece, lesson.pack, lesson.mask, lesson.keep, lesson.run_kept)
+TECHNIQUES = (lesson.longest_piece, lesson.pack, lesson.mask, lesson.draw_kept, lesson.run_kept)
 
 
 @pytest.fixture(autouse=True)
@@ -82,10 +82,10 @@ def test_without_the_mask_or_the_sort_it_is_another_model(monkeypatch):
         nn.init.normal_(parameter, std=0.3)
     pieces = np.cumsum([0, *[600, 300, 124] * 2]).tolist()
     rows = [[*pairwise(pieces[first : first + 4])] for first in (0, 3)]
-    tokens, targets, positions, documents = lesson.batch(store, rows)
+    tokens, targets, positions, piece_ids = lesson.batch(store, rows)
 
     def loss(positions: torch.Tensor) -> torch.Tensor:
-        return model(tokens, targets, positions, documents, 1, k).detach()
+        return model(tokens, targets, positions, piece_ids, 1, k).detach()
 
     right = loss(positions)
     never_reset = torch.arange(lesson.T).expand(2, -1)
@@ -97,8 +97,8 @@ def test_without_the_mask_or_the_sort_it_is_another_model(monkeypatch):
         without_mask = loss(positions)
         assert not torch.allclose(without_mask, right, atol=0.1)
         assert not torch.allclose(without_mask, loss(never_reset), atol=0.1), "here they matter"
-    keep = lesson.keep
-    monkeypatch.setattr(lesson, "keep", lambda *args: keep(*args).flip(1))
+    draw = lesson.draw_kept
+    monkeypatch.setattr(lesson, "draw_kept", lambda *args: draw(*args).flip(1))
     assert not torch.allclose(loss(positions), right, atol=0.1)
 
 

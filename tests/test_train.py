@@ -348,6 +348,6 @@ def test_wandb_gets_the_same_numbers_and_goes_on_with_its_run(run, tmp_path, mon
     assert first["id"] == second["id"] and first["resume"] == "allow"
     assert Path(first["dir"]) == Path("run") and first["config"]["optim.tokens"] == 1024
     monkeypatch.setitem(sys.modules, "wandb", None)  # as an import that fails
-    with pytest.raises(ValueError, match="--wandb needs its package"):
+    with pytest.raises(ValueError, match="--wandb needs the package"):
         run("--wandb", out="new")
     assert not Path("new").exists()
