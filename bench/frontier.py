@@ -347,7 +347,7 @@ def table(args: argparse.Namespace) -> str:
     """Return a section's table: both frontiers or, with --match, the runs that it finds."""
     points = points_in(args.sections[0], args.device, args.fixed)
     shared = arms_in(args.sections)[0].shared
-    said = f"Every run has `{shared}` too.\n\n" * bool(shared)
+    said = f"All runs also have `{shared}`.\n\n" * bool(shared)
     if args.match is None:
         return said + frontier_table(points, args.least_seeds, args.fixed)
     some = [p for p in points if len(p.losses) >= args.least_seeds]
@@ -355,7 +355,7 @@ def table(args: argparse.Namespace) -> str:
     sides = [
         sum(len(p.losses) for p in points if p.plain == is_plain) for is_plain in (True, False)
     ]
-    trials = "{} plain runs were made in these rows, and {} with techniques.\n\n".format(*sides)
+    trials = "Tuned with {} plain runs and {} with techniques.\n\n".format(*sides)
     return said + trials + runs_table(chosen, points, args.fixed)
 
 
@@ -396,8 +396,8 @@ def runs_table(points: list[Point], beside: list[Point], fixed: str = "seconds")
         ]
         for p in points
     ]
-    names = ["flags", *FIXED, "bits per byte", f"to the best model, equal {fixed}"]
-    against = [f"of the same model's {fixed}, equal loss", "of the best model's"]
+    names = ["flags", *FIXED, "bits per byte", f"loss minus the best plain, equal {fixed}"]
+    against = [f"share of the same model's {fixed}, equal loss", "share of the best model's"]
     return markdown_table([*names, *against], rows)
 
 
