@@ -8,11 +8,14 @@ distributed, resumable and configurable:
 
     python train.py --curriculum seqlen --pack --ltd --optimizer adamw --lr 0.004
 
-A run has a clock, which counts the tokens that a step reads, times the share of layers they went
-through. It runs from 0 to the budget; how long pieces may be, how many tokens a middle layer sees
-and the learning rate are functions of `progress`, clock / budget. Where this file masks a whole row
-and then ignores most of it, train.py computes each piece alone: that is where short pieces save
-time. Dropping saves time here too.
+A document is cut into samples of at most T tokens, a sample into pieces of at most l(p), and pieces
+fill rows. A run has a clock, which measures work, not text: each step adds its tokens times the
+share of layers they went through. It ends at a budget, so a run that drops tokens reads more text
+for the same budget. How long pieces may be, how many tokens a middle layer sees and the learning
+rate are functions of `progress`, clock / budget.
+
+This file computes attention scores for whole rows and masks most of them out, so short pieces save
+no time here; train.py computes each piece by itself, where they do. Dropping saves time here too.
 
 Papers (arXiv): curriculum 2108.06084, packing 2107.02027, dropping 2211.11586, clock 2212.03597.
 
@@ -42,8 +45,8 @@ ROWS = 4  # rows in a step
 SHORTEST, GROWN_AT = 64, 0.9  # tokens in the longest piece at first; progress at which it is T
 K, WHOLE_AT = T // 16, 0.9  # tokens that a middle layer sees; progress at which it sees all T
 LR, WARMUP = 4e-3, 0.02  # peak learning rate, and the progress at which it is reached
-WINDOW = 16  # as many samples are packed together as 16 steps have rows
-PADDING = -1  # in place of the number of a piece
+WINDOW = 16  # samples are packed WINDOW * ROWS at a time, all cut to the same length
+PADDING = -1  # piece id of padding
 # SHORTEST = K = T trains without curriculum and dropping
 
 Span = tuple[int, int]  # first and one-past-last token in the store
@@ -74,8 +77,8 @@ def longest_piece(progress: float) -> int:
     """How long a piece may be:  l(p) = SHORTEST + (T - SHORTEST) (p / GROWN_AT)^2, then T.
 
     Attention costs the square of a piece's length, and short pieces teach the frequent patterns,
-    without which long ones teach little. The square keeps them short for long; multiples of 8 suit
-    matrix units.
+    without which long ones teach little. The square keeps pieces short for most of the run;
+    multiples of 8 suit a GPU's tensor cores.
     """
     if progress >= GROWN_AT:
         return T
@@ -83,7 +86,7 @@ def longest_piece(progress: float) -> int:
     return length - length % 8
 
 
-# ---- technique 2, packing: rows with little padding, and no leak between their pieces
+# ---- technique 2, packing: several pieces in a row, because padding costs as much as text does
 
 
 def pack(lengths: Sequence[int]) -> list[tuple[int, ...]]:
@@ -108,16 +111,18 @@ def pack(lengths: Sequence[int]) -> list[tuple[int, ...]]:
     planned = Counter(row for rows in rows_with.values() for row in rows)
     filled: list[tuple[int, ...]] = []
     for row, times in sorted(planned.items(), reverse=True):
-        filled += zip(*([waiting[n].pop() for _ in range(times)] for n in row), strict=True)
+        by_place = [[waiting[length].pop() for _ in range(times)] for length in row]
+        filled += zip(*by_place, strict=True)  # `times` rows with the same lengths
     return filled
 
 
-def next_rows(samples: Sequence[Span], first_draw: int, longest: int) -> list[list[Span]]:
-    """Draw samples, cut them, pack them, and put the rows in the random order of the draws."""
+def next_rows(every: Sequence[Span], first_draw: int, longest: int) -> list[list[Span]]:
+    """Draw samples from all there are, cut them into pieces, and pack these into rows."""
     draws = np.arange(first_draw, first_draw + WINDOW * ROWS)
-    drawn = shuffled(draws, len(samples), SEED)  # permutation after permutation, never in memory
-    pieces = cut([samples[index] for index in drawn], longest)
-    rows = pack([end - start for start, end in pieces])  # the longest piece of each row first
+    drawn = shuffled(draws, len(every), SEED)  # entries of an endless series of reshuffles
+    pieces = cut([every[index] for index in drawn], longest)
+    rows = pack([end - start for start, end in pieces])
+    # A piece's index follows its random draw: sorting by it undoes the order by length.
     return [[pieces[index] for index in row] for row in sorted(rows)]
 
 
@@ -128,38 +133,39 @@ def batch(store: Store, rows: Sequence[Sequence[Span]]) -> tuple[Tensor, ...]:
                of a document is predicted from that
     targets    the text; -100 on padding
     positions  from 0 in every piece
-    piece_ids  the number of a piece in its row; PADDING behind the last one
+    piece_ids  the number of a piece in its row; PADDING after the last one
     """
     shape, end_of_text = (len(rows), T), store.meta["end_of_text"]
     tokens, targets = np.full(shape, end_of_text), np.full(shape, -100)
     positions, piece_ids = np.zeros(shape, np.int64), np.full(shape, PADDING)
     for r, row in enumerate(rows):
-        filled = 0
+        offset = 0
         for number, (start, end) in enumerate(row):
-            at = slice(filled, filled + end - start)
+            at = slice(offset, offset + end - start)
             targets[r, at] = store.tokens[start:end]
             before = store.tokens[start - 1] if start else end_of_text
             tokens[r, at] = [before, *targets[r, at][:-1]]
             positions[r, at], piece_ids[r, at] = np.arange(end - start), number
-            filled = at.stop
+            offset = at.stop
     return tuple(map(torch.from_numpy, (tokens, targets, positions, piece_ids)))
 
 
 def mask(piece_ids: Tensor) -> Tensor:
     """Which token i may see which j, (B, 1, T, T) bool:  j <= i and piece(j) = piece(i).
 
-    This alone keeps pieces apart. That positions start anew does not: rotary attention sees only
-    differences, so here it changes nothing (learned positions need it).
+    Without it a piece would attend to unrelated text. Resetting positions does not keep pieces
+    apart: rotary attention depends only on differences of positions, so with this mask the reset
+    changes nothing here (learned positions would need it).
     """
     same = piece_ids[:, :, None] == piece_ids[:, None, :]
     return same.tril()[:, None]
 
 
-# ---- technique 3, token dropping (random-LTD): middle layers see K of the T tokens of each row
+# ---- technique 3, random layerwise token dropping: middle layers see K of the T tokens of a row
 #
-# The first layer sees all tokens, so that each has met its neighbours before it is dropped; so does
-# the last, because every token is predicted. Evaluation never drops: from WHOLE_AT on the middle
-# layers get used to whole rows.
+# The first layer sees all tokens, so that each has attended to its neighbours once; so does the
+# last, because every token is predicted. Evaluation never drops, so from WHOLE_AT on training does
+# not either, and the middle layers adapt to whole rows.
 
 
 def kept_tokens(progress: float) -> int:
@@ -201,7 +207,10 @@ class Block(nn.Module):
         self.ln_2, self.up, self.down = nn.LayerNorm(C), nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
 
     def forward(self, x: Tensor, positions: Tensor, may_see: Tensor) -> Tensor:
-        """(B, T, C) hidden states, (B, T) positions, (B, 1, T, T) mask -> (B, T, C); T may be K."""
+        """(B, T, C) hidden states, (B, T) positions, (B, 1, T, T) mask -> (B, T, C).
+
+        T is the whole row, or the kept part of it.
+        """
         qkv = self.qkv(self.ln_1(x)).unflatten(2, (3, H, C // H))  # (B, T, 3, H, D)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
         y = F.scaled_dot_product_attention(rotate(q, positions), rotate(k, positions), v, may_see)
@@ -238,7 +247,7 @@ class GPT(nn.Module):
         """The loss of each target in nats, (B * T,); middle layers see k tokens of each row."""
         x, may_see = self.embedding(tokens), mask(piece_ids)
         for layer, block in enumerate(self.blocks):
-            if 0 < layer < L - 1 and k < T:
+            if 0 < layer < L - 1 and k < T:  # `consumed_by` counts on this choice of layers
                 kept = draw_kept(k, step, layer, piece_ids)
                 x = run_kept(block, x, kept, positions, piece_ids)
             else:
@@ -251,7 +260,9 @@ class GPT(nn.Module):
 
 
 def consumed_by(piece_ids: Tensor, k: int) -> int:
-    """What a step adds to the clock: the sum over rows of floor(tokens seen by all layers / L).
+    """What a step adds to the clock: the tokens that each layer sees, added up, divided by L.
+
+    Rounded down for each row, as in the paper, which counts neither the head nor attention.
 
     Example: a row of 1,024 tokens, through layers that see 1024, 64, 64 and 1024, consumes 544
     """
@@ -272,21 +283,21 @@ def learning_rate(clock: float, budget: int) -> float:
 def train(budget: int = BUDGET, most_steps: int | None = None) -> tuple[GPT, Store, list[float]]:
     """Train until the clock has reached the budget; return model, store and each step's loss."""
     store = Store.open(embedded_store("pd4k"))  # 4,096 byte-pair tokens, mostly books
-    documents, draws, rows = samples(store, held_out=False), 0, []
-    model = GPT(-(-(store.meta["end_of_text"] + 1) // 64) * 64)  # the last id, rounded up to 64
+    every, draws_made, rows = samples(store, held_out=False), 0, []
+    model = GPT(-(-(store.meta["end_of_text"] + 1) // 64) * 64)  # ids, rounded up to 64
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), fused=True)
     clock, losses = 0, []
     while clock < budget and len(losses) != most_steps:
-        # 1. Choose the rows. Nothing is random here but the seed.
+        # 1. Choose the rows. All that is random is a function of SEED.
         progress, step = clock / budget, len(losses) + 1
         while len(rows) < ROWS:
-            rows += next_rows(documents, draws, longest_piece(progress))
-            draws += WINDOW * ROWS
+            rows += next_rows(every, draws_made, longest_piece(progress))
+            draws_made += WINDOW * ROWS
         chosen, rows = rows[:ROWS], rows[ROWS:]
-        # The costliest attention first: in train.py they go round the ranks in this order.
+        # The costliest attention first: train.py deals rows to its ranks in this order.
         chosen.sort(key=lambda row: -sum((end - start) ** 2 for start, end in row))
         tokens, targets, positions, piece_ids = batch(store, chosen)
         k = kept_tokens(progress)
@@ -294,8 +305,7 @@ def train(budget: int = BUDGET, most_steps: int | None = None) -> tuple[GPT, Sto
         loss = model(tokens, targets, positions, piece_ids, step, k).sum() / (targets >= 0).sum()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        # 3. Move the weights, at the rate of the middle of the step: at its start the first would
-        #    be 0.
+        # 3. Move the weights, at the rate of the step's midpoint: at its start, step 1 has rate 0.
         after = clock + consumed_by(piece_ids, k)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate((clock + min(after, budget)) / 2, budget)
@@ -326,6 +336,6 @@ def bits_per_byte(model: GPT, store: Store) -> float:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tokens", type=int, default=BUDGET, help="where the clock ends")
+    parser.add_argument("--tokens", type=int, default=BUDGET, help="on the clock, at the end")
     model, store, _ = train(parser.parse_args().tokens)
     print(f"held-out: {bits_per_byte(model, store):.4f} bits per byte")
