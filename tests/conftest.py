@@ -1,9 +1,10 @@
-"""What several test files need: a small real store, and runs that take a second."""
+"""Shared by several test files: a small real store, and training runs that take a second."""
 
 import itertools
 import json
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import sys
@@ -13,8 +14,8 @@ from functools import cache
 from pathlib import Path
 from random import SystemRandom
 
-# One thread, also in the processes that tests start: another number sums in another order, and
-# small tensors are faster without company. Set before torch is loaded.
+# One thread, also in the processes that tests start: with more threads sums are added in another
+# order, and small tensors are slower. Set before torch is loaded.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
@@ -23,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
-# Triton's kernels run on CPU tensors, slowly, where they are defined under its interpreter. Set
-# before anything imports Triton.
+# Triton kernels that are defined under its interpreter run on CPU tensors, slowly. Set before
+# anything imports Triton.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -38,14 +39,14 @@ from support.runtime import exit_cleanly
 from support.store import get_encoding
 
 
-def hear_signals() -> None:
-    """What started the tests may ignore some, as nohup does, or a shell that put them behind."""
+def restore_signals() -> None:
+    """Handle signals that the parent process ignored, such as nohup or a shell with `&`."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-hear_signals()
-train.SAMPLE_TOKENS = 3  # the whole one takes half of the time of a tiny run
+restore_signals()
+train.SAMPLE_TOKENS = 3  # a sample of the default length takes half the time of a tiny run
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "corpus" / "pd-tiny.jsonl.gz"
@@ -59,14 +60,14 @@ ALL_ON = "--curriculum seqlen,rarity --curriculum-start 8,1 --ltd --ltd-start 16
 
 
 def pytest_configure(config):
-    """A SIGTERM ends the tests as Ctrl-C does, so that bench/gpu.sh gets those that were made."""
+    """Let a SIGTERM end the tests as Ctrl-C does, so that bench/gpu.sh gets the results so far."""
     if config.option.xmlpath and not hasattr(config, "workerinput"):
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
-def no_process_group_is_left():
-    """A run with --fsdp makes one of itself, and `exit_cleanly` ends a process that has one."""
+def destroy_process_group():
+    """A run with --fsdp creates a process group, and `exit_cleanly` ends a process that has one."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -74,21 +75,21 @@ def no_process_group_is_left():
 
 @pytest.fixture(scope="session")
 def store_dir(tmp_path_factory):
-    """The small corpus as bytes: 481 documents, of which 27 are held out."""
+    """The store of the small corpus, tokenized as bytes: 481 documents, 27 of them held out."""
     out = tmp_path_factory.mktemp("store") / "tiny"
     prepare([TINY], out, get_encoding("bytes"), "bytes")
     return out
 
 
 @pytest.fixture
-def new_process():
-    """A process opens a store once; here one path may hold several."""
+def forget_opened_stores():
+    """A process opens each path only once, but here one path may hold several stores in turn."""
     training_samples.cache_clear()
 
 
 @pytest.fixture
 def run(store_dir, tmp_path, monkeypatch):
-    """Train in this process; returns the log's lines. run("--ltd", out="a")"""
+    """Train in this process and return the lines of the log: run("--ltd", out="a")"""
     monkeypatch.chdir(tmp_path)
 
     def start(flags: str = "", out: str = "run") -> list[dict]:
@@ -101,8 +102,8 @@ def run(store_dir, tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def short_ends():
-    """Runs end without a sample and a report, which take longer than their steps."""
+def no_sample_or_report():
+    """Skip the sample and the report at the end of runs: they take longer than the steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train.sample, "write", lambda *_, **more: "")
         patch.setattr(train.report, "write", lambda folder, *_, **more: folder)
@@ -111,7 +112,7 @@ def short_ends():
 
 @pytest.fixture(scope="session")
 def finished(store_dir, tmp_path_factory):
-    """The folder of a run, made once."""
+    """The folder of a finished run; each set of flags runs once."""
 
     @cache
     def folder(flags: str) -> Path:
@@ -124,7 +125,7 @@ def finished(store_dir, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def log_of(finished):
-    """The log of a run that other runs are compared with: log_of("--ltd")"""
+    """The log of a run that others are compared with: log_of("--ltd")"""
     return lambda flags="": read_log(finished(flags))
 
 
@@ -134,34 +135,34 @@ FEW += " --eval-every 256 --eval-tokens 99 --final-eval-tokens 99"
 
 @pytest.fixture(scope="session")
 def run_of(finished):
-    """The folder of a run of two steps: run_of("--model bert")"""
+    """The folder of a finished run of two steps: run_of("--model bert")"""
     return lambda flags="": finished(f"{FEW} {flags}")
 
 
-# Processes that tests start by `get_context("forkserver")` have these loaded as they begin, which
-# takes each process of "spawn" or of torchrun seconds.
+# Processes from `get_context("forkserver")` start with these modules loaded; importing them takes
+# seconds in each process that "spawn" or torchrun starts.
 multiprocessing.set_forkserver_preload(
     ["torch", "torch.distributed.fsdp", "torch._dynamo", "triton"]
 )
 
 
 def start_ranks(ranks: int, *runs: list[str], work: Callable = train.main) -> None:
-    """Start ranks as torchrun does, which train with these flags, then with the next ones.
+    """Start ranks as torchrun does; each runs `work` with the first list of flags, then the next.
 
-    Args: work what a rank does with the flags of a run; a function that another process can import
+    Args: work a function of the flags of one run, which another process can import
     """
-    arguments = (ranks, a_port(), Path.cwd(), work, runs)
-    start_processes(rank_of, arguments, nprocs=ranks, start_method="forkserver")
+    arguments = (ranks, free_port(), Path.cwd(), work, runs)
+    start_processes(run_rank, arguments, nprocs=ranks, start_method="forkserver")
 
 
-def a_port() -> str:
-    """Below 32,768, where Linux begins with the ports that it gives to other tests' connections."""
+def free_port() -> str:
+    """Return a port below 32,768: from there on Linux gives ports to other tests' connections."""
     port = SystemRandom().randrange(20_000, 32_000)
     with socket.create_server(("127.0.0.1", port)):
         return str(port)
 
 
-def rank_of(rank: int, ranks: int, port: str, cwd: Path, work: Callable, runs: tuple) -> None:
+def run_rank(rank: int, ranks: int, port: str, cwd: Path, work: Callable, runs: tuple) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.chdir(cwd)
@@ -169,7 +170,7 @@ def rank_of(rank: int, ranks: int, port: str, cwd: Path, work: Callable, runs: t
 
 
 def evaluate_into_file(flags: list[str]) -> None:
-    """evaluate.py as a rank's work; what it prints, which pytest would not see, is in a file."""
+    """Run evaluate.py on a rank, writing its output to a file because pytest would not see it."""
     with open(f"said-{os.environ.get('RANK', 0)}.json", "a") as out, redirect_stdout(out):
         evaluate.main(flags)
 
@@ -180,7 +181,7 @@ def read_log(folder: Path, event: str | None = None) -> list[dict]:
 
 
 def losses_of(folder: str | Path) -> list[float]:
-    """Of each step of a run."""
+    """Return the loss of each step of a run."""
     return [line["loss"] for line in read_log(Path(folder), "train")]
 
 
@@ -193,35 +194,37 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def walk(plan: Callable, steps: int) -> list:
-    """The first so many steps of a run."""
-    taken, clock = [], Clock()
-    for _ in range(steps):
-        taken.append(plan(clock))
-        clock = taken[-1].after
-    return taken
+def first_steps(plan: Callable, count: int) -> list:
+    """Plan the first `count` steps of a run."""
+    steps, clock = [], Clock()
+    for _ in range(count):
+        steps.append(plan(clock))
+        clock = steps[-1].after
+    return steps
 
 
 @contextmanager
-def in_step(number: int, do: Callable[[], object], rank: int = 0) -> Iterator[None]:
-    """Have one rank do something as this step begins."""
+def at_step(number: int, do: Callable[[], object], rank: int = 0) -> Iterator[None]:
+    """Call `do` on one rank just before this step."""
     real = train.Trainer.train_step
 
-    def struck(self, step):
+    def train_step(self, step):
         if (step.after.step, self.runtime.rank) == (number, rank):
             do()
         return real(self, step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.Trainer, "train_step", struck)
+        patch.setattr(train.Trainer, "train_step", train_step)
         yield
 
 
 CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")  # Python's audit events
 
 
-def killed_at(number: int, action: Callable) -> int:
-    """Act in a process that is killed before that change of the file system; its exit status."""
+def run_and_kill_at(number: int, action: Callable) -> int:
+    """Run `action` in a process that is killed before its change of the file system with this
+    number, counted from 1; return the exit status. With 0 it is not killed.
+    """
 
     def act() -> None:
         made = itertools.count(1)
@@ -235,7 +238,7 @@ def killed_at(number: int, action: Callable) -> int:
         action()
         os._exit(0)
 
-    process = multiprocessing.get_context("fork").Process(target=act)  # need not import torch again
+    process = multiprocessing.get_context("fork").Process(target=act)  # has torch imported already
     process.start()
     process.join()
     return process.exitcode
@@ -245,16 +248,15 @@ def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def resume_refused(folder: Path, said: str, flags: str = "") -> None:
-    """--resume ends with this one line, and leaves the run as it is."""
+def assert_resume_refused(folder: Path, says: str, flags: str = "") -> None:
+    """Assert that --resume fails with one line that matches `says`, and changes no file."""
     before = contents(folder)
-    with pytest.raises(ValueError, match=said) as refusal:
-        train.main(["--resume", "--out", str(folder), *flags.split()])
-    assert "\n" not in str(refusal.value) and contents(folder) == before
+    argv = ["--resume", "--out", str(folder), *flags.split()]
+    assert re.search(says, refusal(train.main, argv)) and contents(folder) == before
 
 
-def refusal_of(main: Callable, argv: list[str], monkeypatch, capsys) -> str:
-    """What a command says that ends as every refusal does: one line, and exit status 2."""
+def command_error(main: Callable, argv: list[str], monkeypatch, capsys) -> str:
+    """Return what a refused command prints; assert that it is one line and the exit status is 2."""
     monkeypatch.setattr(sys, "argv", argv)
     with pytest.raises(SystemExit) as ended:
         exit_cleanly(main)
@@ -264,7 +266,7 @@ def refusal_of(main: Callable, argv: list[str], monkeypatch, capsys) -> str:
 
 
 def refusal(action: Callable, *arguments, **options) -> str:
-    """What an action says that is refused: one line."""
+    """Return the message of the refusal that this call raises; assert that it is one line."""
     with pytest.raises((ValueError, OSError)) as refused:
         action(*arguments, **options)
     assert "\n" not in str(refused.value)
@@ -272,14 +274,14 @@ def refusal(action: Callable, *arguments, **options) -> str:
 
 
 def write_lines(path: Path, lines: list) -> Path:
-    """A file of JSON lines; text stays as it is."""
+    """Write a file of JSON lines; strings are written unchanged."""
     texts = [line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines]
     path.write_text("".join(texts))
     return path
 
 
 def widened(model: torch.nn.Module) -> torch.nn.Module:
-    """With weights so wide that a wrong mask or position shows, in every entry."""
+    """Redraw the weights, so wide that a wrong mask or position changes every output."""
     torch.manual_seed(0)
     for name, weight in model.named_parameters():
         is_norm_scale = "ln" in name and name.endswith("weight")
@@ -288,7 +290,7 @@ def widened(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def metrics(lines: list[dict]) -> list[dict]:
-    """What a run computed: each train and eval line without times, cost and the stage it names."""
+    """Return what a run computed: the log's lines without times, costs and difficulty."""
     left_out = ("ms", "data_ms", "tokens_per_s", "mfu", "flops", "pool", "difficulty", "peak")
     return [
         {name: value for name, value in line.items() if not name.startswith(left_out)}
@@ -307,17 +309,17 @@ if triton is not None:
 
 @cache
 def why_no_triton(device: str, loops: bool) -> str:
-    """Why kernels, and those with loops, cannot run: compiled on a GPU or interpreted on a CPU.
+    """Return why kernels cannot run, compiled on a GPU or interpreted on a CPU; "" if they can.
 
-    Triton 3.6's interpreter makes an integer of an array of one element, the end of a loop that a
-    kernel is told, which NumPy refuses from 2.4 on.
+    Kernels with loops need more: Triton 3.6's interpreter converts the end of a loop, an array of
+    one element, to an integer, which NumPy refuses from 2.4 on.
     """
     if triton is None:
         return "Triton is not installed"
     if device != "cpu":
         return ""
     if isinstance(count_up, triton.JITFunction):
-        return "kernels are compiled for the GPU of this machine: see the cuda tests"
+        return "this machine has a GPU, and kernels are compiled for it: see the cuda tests"
     if not loops:
         return ""
     try:
@@ -325,7 +327,7 @@ def why_no_triton(device: str, loops: bool) -> str:
     except Exception as error:
         if "only 0-dimensional arrays can be converted to Python scalars" not in str(error):
             raise
-        return f"Triton {triton.__version__}'s interpreter runs no loop with NumPy {np.__version__}"
+        return f"Triton {triton.__version__}'s interpreter cannot loop with NumPy {np.__version__}"
     return ""
 
 
@@ -336,7 +338,7 @@ def needs_triton(device: str = "cpu", loops: bool = True) -> None:
 
 @pytest.fixture
 def empty_is_full_of_nan(monkeypatch):
-    """What a kernel forgets to write is NaN, not by chance what the definition has there."""
+    """Fill new memory with NaN, so that what a kernel forgets to write is not right by chance."""
     plain = torch.empty
 
     def empty(*shape, **options):

@@ -1,6 +1,6 @@
-// Tells a CPU build of torch that there is one CUDA device, of which it needs no more than a name:
-// streams and events do nothing, memory and kernels are tests/fake_cuda.py's. To be loaded before
-// torch is imported, for torch asks once whether there are any.
+// Make a CPU build of torch believe that there is one CUDA device. Streams and events do nothing;
+// tests/fake_cuda.py implements memory and kernels. Load this before importing torch, because torch
+// asks only once whether there are devices.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 

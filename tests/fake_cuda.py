@@ -1,23 +1,23 @@
-"""A pretended CUDA device: train.py runs on it, and what would cost time on a GPU is counted.
+"""A fake CUDA device: train.py runs on it, and what would cost time on a GPU is counted.
 
-torch's CPU build is told that there is a device `cuda:0` (fake_cuda.cpp). A tensor on it is an
-`OnDevice`, which holds its numbers in a tensor of the host, computes with them there, and refuses
-what a GPU refuses: to mix devices. So whole runs take every path that asks for CUDA, Triton's
-kernels in its interpreter included, and their losses are real. Counted by file of this repository:
+fake_cuda.cpp makes torch's CPU build believe that there is a device `cuda:0`. A tensor on it is an
+`OnDevice`: it keeps its numbers in a CPU tensor, computes with them on the CPU, and refuses to mix
+devices, as a GPU does. So whole runs take every code path for CUDA, including the Triton kernels
+(in the interpreter), and their losses are real. Counted for each file of this repository:
 
-    waits for ...    where the host waits for the device: .item(), a copy, a boolean index
-    copies from pageable memory of the host
-    computes in float64 on the device
+    waits for ...                  the host waits for the device: .item(), a copy, a boolean index
+    copies from pageable memory    of the host to the device
+    computes in float64            on the device
 
-Not modelled: time, memory, launches, the order of streams (tests/test_offload.py has that), several
-devices, torch's own compiler. The library has to be loaded before torch is, so this is a process of
-its own, which reads commands and writes what it counted:
+Not modelled: time, memory, launches, the order of streams (see tests/test_offload.py), several
+devices, torch.compile. The library must be loaded before torch, so this runs in a separate process,
+which reads commands and writes what it counted:
 
     python -m tests.fake_cuda LIBRARY.so REPORT.json < runs.json      # see tests/test_fake_cuda.py
 
     {"plain": {"flags": ["--device", "cuda", ...]},            # of train.py
-     "read": {"command": "evaluate", "flags": [...]},          # evaluate.main
-     "stopped": {"flags": [...], "stop": 2},                   # by SIGTERM, in its second step
+     "read": {"command": "evaluate", "flags": [...]},          # of evaluate.py
+     "stopped": {"flags": [...], "stop": 2},                   # SIGTERM in its second step
      "broken": {"flags": [...], "patch": {"ltd.draws": "lambda ..."}}}
 """
 
@@ -45,7 +45,7 @@ TORCH = Path(importlib.util.find_spec("torch").origin).parent
 
 
 def build(folder: Path) -> Path:
-    """Compile fake_cuda.cpp against the torch that is installed: some seconds."""
+    """Compile fake_cuda.cpp against the installed torch, which takes some seconds."""
     library = folder / "fake_cuda.so"
     source = Path(__file__).with_suffix(".cpp")
     flags = ["-std=c++20", "-shared", "-fPIC", f"-I{TORCH / 'include'}"]
@@ -59,18 +59,18 @@ if __name__ == "__main__":
     ctypes.CDLL(sys.argv[1])
 
 import torch  # noqa: E402
-import torch._dynamo  # noqa: E402 (it reads torch.cuda before that is replaced)
+import torch._dynamo  # noqa: E402 (must read torch.cuda before patch_torch replaces it)
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 WAITS = {"_local_scalar_dense", "_unique2", "bincount", "equal", "masked_select", "nonzero"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
-COUNTS = collections.Counter()  # of the step that runs
-LOCKED: dict[int, int] = {}  # page-locked memory: addresses, and where each piece ends
+COUNTS = collections.Counter()  # of the current step
+LOCKED: dict[int, int] = {}  # page-locked memory: address -> end of each piece
 
 
 def count(what: str) -> None:
-    """With the innermost file of this repository on the stack, its tests left out."""
+    """Count this for the innermost file of this repository on the stack, not counting tests."""
     frame = sys._getframe()
     while frame:
         path = Path(frame.f_code.co_filename)
@@ -82,7 +82,7 @@ def count(what: str) -> None:
 
 
 def lock(tensor: torch.Tensor) -> torch.Tensor:
-    """Make the host's memory of a tensor page-locked, until the tensor is gone."""
+    """Mark a CPU tensor's memory as page-locked until the tensor is freed."""
     address = tensor.data_ptr()
     LOCKED[address] = address + tensor.nbytes
     weakref.finalize(tensor, LOCKED.pop, address, None)
@@ -95,7 +95,7 @@ def is_locked(tensor: torch.Tensor, *_: object) -> bool:
 
 
 class OnDevice(torch.Tensor):
-    """A tensor on cuda:0, of which `inner` has the numbers."""
+    """A tensor on cuda:0, whose numbers are in the CPU tensor `inner`."""
 
     inner: torch.Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -125,13 +125,13 @@ class OnDevice(torch.Tensor):
 
 
 class Device(TorchDispatchMode):
-    """Makes tensors on the device where an operator without any asks for it."""
+    """Sends operators without tensor arguments to the device too, if they ask for it."""
 
     __torch_dispatch__ = OnDevice.__torch_dispatch__.__func__
 
 
 def replaced(change: Callable, value: Any) -> Any:
-    """With every tensor changed; torch's tree_map takes a tenth of a whole run."""
+    """Apply `change` to every tensor; torch's tree_map would take a tenth of a whole run."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, list | tuple):
@@ -144,7 +144,7 @@ def unwrapped(value: Any) -> Any:
 
 
 def run(func: Any, args: tuple, kwargs: dict) -> Any:
-    """An operator as torch would run it, if the device were there."""
+    """Run an operator as torch would if the device existed."""
     if torch.is_inference_mode_enabled() and func._can_decompose():  # autograd did not do it
         with Device():
             return func.decompose(*args, **kwargs)
@@ -176,7 +176,7 @@ def run(func: Any, args: tuple, kwargs: dict) -> Any:
     if asked is not None:
         inner_kwargs["device"] = CPU
     inner_kwargs.pop("pin_memory", None)
-    if func == torch.ops.aten.addmm.dtype_out:  # of a GPU alone: 16-bit matrices into float32
+    if func == torch.ops.aten.addmm.dtype_out:  # exists only on GPUs: 16-bit matrices into float32
         added, left, right, _ = inner_args
         result = torch.addmm(added, left.float(), right.float(), **inner_kwargs)
     else:
@@ -193,7 +193,7 @@ def run(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def refuse_mix(name: str, args: tuple, tensors: list[torch.Tensor]) -> None:
-    """As torch does; a number of the host, and an index from there, are taken."""
+    """Refuse what torch refuses: only a scalar or an index may come from the host."""
     allowed = {id(index) for index in args[1]} if name in INDEXING else ()
     for tensor in tensors:
         if not isinstance(tensor, OnDevice) and tensor.ndim and id(tensor) not in allowed:
@@ -221,11 +221,11 @@ def count_index(name: str, args: tuple) -> None:
             count("waits for an index from the host")
 
 
-# ---- what torch.cuda has, where it is not an operator
+# ---- the parts of torch.cuda that are not operators
 
 
 class Event:
-    """Also a stream: whatever is asked of either is done at once, and only waiting is counted."""
+    """An event or a stream: every method returns immediately, and only waits are counted."""
 
     device = CUDA
 
@@ -235,20 +235,20 @@ class Event:
     def synchronize(self) -> None:
         count("waits for synchronize")
 
-    def at_once(self, *args: Any) -> "Event":
+    def do_nothing(self, *args: Any) -> "Event":
         return self
 
-    record = record_event = wait = wait_event = wait_stream = at_once
+    record = record_event = wait = wait_event = wait_stream = do_nothing
 
 
 def register(address: int, size: int, flags: int) -> int:
-    """cudaHostRegister."""
+    """Stand in for cudaHostRegister."""
     LOCKED[address] = address + size
     return 0
 
 
 def in_fp32(tensor: OnDevice) -> torch.Tensor:
-    """Triton's interpreter takes the bits of bfloat16 for integers where it multiplies matrices."""
+    """Triton's interpreter treats bfloat16 as integers when it multiplies matrices."""
     inner = tensor.inner
     if inner.dtype != torch.bfloat16:
         return inner
@@ -256,7 +256,7 @@ def in_fp32(tensor: OnDevice) -> torch.Tensor:
 
 
 class Kernel:
-    """A Triton kernel in its interpreter, on the numbers that the device's tensors hold."""
+    """A Triton kernel that runs in the interpreter on the numbers of the device's tensors."""
 
     def __init__(self, kernel: Any, name: str):
         self.kernel, self.name = kernel, name
@@ -277,7 +277,7 @@ class Kernel:
 
 
 def patch_kernels() -> None:
-    """Every kernel of the folder `kernels` takes the device's tensors."""
+    """Make every kernel in the folder `kernels` accept the device's tensors."""
     from triton.runtime import interpreter
 
     for file in sorted((ROOT / "kernels").glob("*.py")):
@@ -285,14 +285,14 @@ def patch_kernels() -> None:
         for name, value in list(vars(module).items()):
             if isinstance(value, interpreter.InterpretedFunction) and name.endswith("kernel"):
                 setattr(module, name, Kernel(value, name))
-    # it replaces the members of triton.language anew in every call, half of a kernel's time
+    # The interpreter patches triton.language in every call, half of a kernel's time: do it once.
     languages = {"tl": interpreter.tl, "core": interpreter.tl.core}
     interpreter._patch_lang(types.SimpleNamespace(__globals__=languages))
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
 
 
 def patch_torch() -> None:
-    """Answers of torch.cuda, and what reaches memory without an operator."""
+    """Replace the answers of torch.cuda, and what reaches memory without an operator."""
     cuda = torch.cuda
     answers = {
         **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
@@ -315,7 +315,7 @@ def patch_torch() -> None:
     def made(make: Callable) -> Callable:
         def call(data: Any, *args: Any, device: Any = None, **more: Any) -> torch.Tensor:
             tensor = make(data, *args, **more)
-            return tensor if device is None else tensor.to(device)  # a copy that is waited for
+            return tensor if device is None else tensor.to(device)  # a copy that the host waits for
 
         return call
 
@@ -323,7 +323,7 @@ def patch_torch() -> None:
     data = torch._C.TensorBase.data
 
     def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
-        """`tensor.data = value` also where it moves between host and device."""
+        """Support `tensor.data = value` also between host and device."""
         if isinstance(self, OnDevice) == isinstance(value, OnDevice):
             data.__set__(self, value)
             if isinstance(self, OnDevice):
@@ -337,28 +337,30 @@ def patch_torch() -> None:
     thread_run = threading.Thread.run
 
     def run_with_device(self: threading.Thread) -> None:
-        with Device():  # a mode is a thread's own
+        with Device():  # every thread has its own modes
             thread_run(self)
 
     threading.Thread.run = run_with_device
 
 
 def places(trainer: Any) -> list[tuple]:
-    """Of each parameter: what of it is offloaded; whether it is on the device, and its state."""
-    groups, found = importlib.import_module("offload").parameters_by_part(trainer.model), []
+    """Return what of each parameter is offloaded, and whether its weights and its optimizer state
+    are on the device.
+    """
+    groups, result = importlib.import_module("offload").grouped(trainer.model), []
     for part in trainer.offloaded.placement.parts:
         for name, parameter in groups[part.name].items():
             has_weights = parameter.inner.untyped_storage().nbytes() >= parameter.nbytes
             moments = (x for x in trainer.optimizers.state[name].values() if x.ndim)
             has_state = all(isinstance(moment, OnDevice) for moment in moments)
-            found.append((part.offloaded if parameter.ndim > 1 else 0, has_weights, has_state))
-    return found
+            result.append((part.offloaded if parameter.ndim > 1 else 0, has_weights, has_state))
+    return result
 
 
 def run_command(flags: list[str], command="train", stop=None, patch=None) -> dict[str, Any]:
-    """A command of this repository: its status, its output, and the costs of each step.
+    """Run a command of this repository; return its status, its output, and the costs of each step.
 
-    A SIGTERM comes in step number `stop`.
+    In step number `stop` it sends itself a SIGTERM.
     """
     error, said, steps = "", io.StringIO(), []
     trainer = importlib.import_module("train").Trainer

@@ -1,5 +1,5 @@
-"""A batch of random tokens for models with a vocabulary of 40 and rows of at most 24, and the
-switches of a block that has everything that the default one has not.
+"""A batch of random tokens for models with a vocabulary of 40 and rows of at most 24, and settings
+of a block that differs from the default one in everything.
 """
 
 import torch
@@ -12,7 +12,7 @@ LLAMA |= {"qk_norm": True, "rotary": Rotary(500.0, Scaling(4.0, 1.0, 2.0, 16.0))
 
 
 def batch(packed: bool = True, seed: int = 1, B: int = 3, T: int = 24) -> Batch:
-    """Full rows of one piece, or packed ones: documents of 7, 5 and 9 tokens, then padding."""
+    """Return full rows of one piece, or packed: documents of 7, 5 and 9 tokens, and padding."""
     tokens = torch.randint(0, 40, (B, T), generator=torch.Generator().manual_seed(seed))
     if not packed:
         return Batch(tokens, tokens.roll(-1, 1), None, None)

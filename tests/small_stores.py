@@ -1,7 +1,7 @@
-"""Stores written token by token, so that documents may be anything, and their indexes.
+"""Stores written token by token, so that documents may hold anything, and their indexes.
 
-Those on disk have ten tokens: 0 to 3 make the text, 9 ends it, 7 is only held out, the others never
-occur.
+Stores on disk have a vocabulary of ten: text is made of tokens 0 to 3, token 9 is end-of-text,
+token 7 occurs only in held-out documents, and the others never occur.
 """
 
 import json
@@ -11,22 +11,20 @@ from itertools import accumulate, chain
 from pathlib import Path
 
 import numpy as np
-import torch
 from conftest import contents
 
 import analyze
 from analyze import training_samples
 from curriculum import Ranking
-from support.runtime import Runtime
+from support.checkpoint import ALONE as ONE
 from support.store import FORMAT, Store
 
-ONE = Runtime(0, 1, torch.device("cpu"), torch.float32, "")
 VOCABULARY, END = 10, 9
 BYTES_END = 256
 
 
 def in_memory(*documents, held_out=0):
-    """A store of these documents of bytes, of which the last ones are held out."""
+    """Return a store of these documents of bytes; the last `held_out` are held out."""
     ended = [[*document, BYTES_END] for document in documents]
     offsets = np.array([0, *accumulate(map(len, ended))])
     documents = len(ended) - held_out
@@ -43,7 +41,7 @@ TOY = in_memory([1, 2, 3, 4], [], [7, 8], held_out=1)
 
 
 def write_store(path, documents, tokenizer="by hand", held_out=1):
-    """A store of lists of token ids, which may be empty: prepare would leave those out."""
+    """Write a store of lists of token ids. They may be empty, which prepare.py would not allow."""
     path.mkdir(parents=True)
     ended = [[*ids, END] for ids in (*documents, *[[7, 7]] * held_out)]
     tokens = np.array(list(chain(*ended)), np.uint16)
@@ -62,7 +60,7 @@ def write_store(path, documents, tokenizer="by hand", held_out=1):
 
 
 def many_documents(count=40):
-    """Short and of few tokens, so that ties abound; some empty, some at the edges."""
+    """Return short documents of few different tokens, so that many tie; some are empty."""
     random = np.random.default_rng(0)
     drawn = [random.integers(0, 4, random.integers(0, 13)).tolist() for _ in range(count)]
     return [[], [], *drawn, [1], [], []]
@@ -73,12 +71,12 @@ def opener(store, kind="pieces", seq_len=8):
 
 
 def analyzed(folder, open_samples, names=("rarity",), ranks=ONE, workers=1):
-    """Analyze; what each index holds: {file of an index: bytes}."""
+    """Analyze, and return the files of the indexes: {name: bytes}."""
     analyze.analyze(open_samples, list(names), folder, ranks, workers)
     return contents(folder)
 
 
 def opened(folder, open_samples, name):
-    """The index of a metric, all of it in memory."""
+    """Return the whole index of a metric, in memory."""
     index = analyze.opened(folder, open_samples(), [name])[name]
     return Ranking(index.values[:], index.order[:])

@@ -1,9 +1,9 @@
-"""Triton's kernels compiled for GPUs that need not be there, as the project itself launches them.
+"""The Triton kernels, compiled for GPUs without having one, with the arguments we launch them with.
 
-A driver that names an architecture stands in for CUDA's, and every launch stops at the compiled
-kernel. The tests read whether it spills registers, how much shared memory a block takes, whether
-products run on the matrix units, how wide its accesses to memory are, and how many kernels a run
-with growing rows compiles. Nothing is timed.
+A fake driver that names an architecture replaces CUDA's, and every launch stops once the kernel is
+compiled. The tests read from the compiled code whether it spills registers, how much shared memory
+a block takes, whether products run on the matrix units, how wide memory accesses are, and how many
+kernels a run with growing rows compiles. Nothing is timed.
 
     python -m pytest -n 0 -m slow tests/test_ahead_of_time.py
 """
@@ -26,14 +26,14 @@ from kernels import attention_tiles, cross_entropy, token_drop
 from kernels.triton_here import triton
 
 ROOT = Path(__file__).parents[1]
-# KiB of shared memory that a block may have: CUDA C++ Programming Guide, compute capabilities
+# KiB of shared memory available to a block: CUDA C++ Programming Guide, compute capabilities
 SHARED_KIB = {80: 163, 89: 99, 90: 227}
 MATRIX_UNITS = {80: "HMMA", 89: "HMMA", 90: "HGMMA"}
 ATTENTION = ("forward_kernel", "dq_kernel", "dkv_kernel")
 
 
 def tools() -> Path | None:
-    """The folder of ptxas, cuobjdump and nvdisasm, which come with Triton."""
+    """Return the folder of ptxas, cuobjdump and nvdisasm, which come with Triton."""
     if triton is None:
         return None
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -43,12 +43,12 @@ def tools() -> Path | None:
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(tools() is None, reason="wants Triton with ptxas, cuobjdump and nvdisasm"),
+    pytest.mark.skipif(tools() is None, reason="needs Triton with ptxas, cuobjdump and nvdisasm"),
 ]
 
 
 def inspect(compiled, constants: dict) -> dict:
-    """What the tests read off a compiled kernel."""
+    """Return what the tests check of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -65,43 +65,43 @@ def inspect(compiled, constants: dict) -> dict:
 
     return {
         "kernel": compiled.metadata.name,
-        "D": constants.get("D"),  # head width, in attention
-        "key": compiled.hash,  # launches with equal keys run the same code
+        "D": constants.get("D"),  # head width, of attention kernels
+        "key": compiled.hash,  # equal for launches that run the same code
         # loads and stores of spilled registers, and bytes of stack
         "spilled": stack + operations["LDL"] + operations["STL"],
         "shared": compiled.metadata.shared,  # bytes of shared memory per block
         # instructions that multiply matrices
         "matrix_units": " ".join(name for name in ("HMMA", "HGMMA") if operations[name]),
-        "accesses": words(r"(?:ld|st)\.global[.\w]*"),  # to memory, in PTX
+        "accesses": words(r"(?:ld|st)\.global[.\w]*"),  # loads and stores, in PTX
         "special": words(r"\b(cp\.async|atom|red)\."),  # asynchronous copies, atomic operations
     }
 
 
-def tell(arch: int, work: Callable[[], None]) -> None:
-    """In a process that compiles: print what the launches of `work` compile to."""
+def print_kernels(arch: int, work: Callable[[], None]) -> None:
+    """Print what the launches of `work` compile to. Runs in a separate process."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
     kernels, run = [], JITFunction.run
 
-    def compile_alone(self, *args, grid, warmup, **constants):
+    def compile_only(self, *args, grid, warmup, **constants):
         kernels.append(inspect(run(self, *args, grid=grid, warmup=True, **constants), constants))
 
-    answers = {  # to what Triton asks CUDA's driver before a launch
+    answers = {  # what Triton asks the CUDA driver before a launch
         "get_current_target": lambda: GPUTarget("cuda", arch, 32),
         "get_current_device": lambda: 0,
         "get_current_stream": lambda device: 0,
     }
     driver.set_active(SimpleNamespace(launcher_cls=None, **answers))
-    JITFunction.run = compile_alone
+    JITFunction.run = compile_only
     work()
     print(json.dumps(kernels))
 
 
 def compiled(arch: int, work: str) -> list[SimpleNamespace]:
-    """What a call of one of the functions below launches, in a process that compiles."""
-    script = f"from tests import test_ahead_of_time as t; t.tell({arch}, lambda: t.{work})"
+    """Return the kernels that `work`, a call of a function below, launches."""
+    script = f"from tests import test_ahead_of_time as t; t.print_kernels({arch}, lambda: t.{work})"
     env = os.environ | {"TRITON_INTERPRET": "0"}
     command = [sys.executable, "-c", script]
     child = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
@@ -110,7 +110,7 @@ def compiled(arch: int, work: str) -> list[SimpleNamespace]:
 
 
 def attention(dtype, causal, widths=attention_tiles.HEAD_WIDTHS, lengths=(256,)):
-    """Forward and backward of packed attention in rows of these lengths."""
+    """Launch packed attention, forward and backward, for these head widths and row lengths."""
     for D in widths:
         for T in lengths:
             q, k, v = torch.zeros(2, T, 3, 4, D, dtype=getattr(torch, dtype)).unbind(2)
@@ -120,7 +120,7 @@ def attention(dtype, causal, widths=attention_tiles.HEAD_WIDTHS, lengths=(256,))
 
 
 def copies(dtype: str, widths: tuple[int, ...], kept: tuple[tuple[int, int], ...]) -> None:
-    """Both kernels of token dropping, keeping K of T tokens."""
+    """Launch both kernels of token dropping, keeping K of T tokens."""
     for C in widths:
         for K, T in kept:
             x, y = (torch.zeros(2, n, C, dtype=getattr(torch, dtype)) for n in (T, K))
@@ -130,7 +130,7 @@ def copies(dtype: str, widths: tuple[int, ...], kept: tuple[tuple[int, int], ...
 
 
 def losses(dtype: str, vocabularies: tuple[int, ...]) -> None:
-    """The loss's kernel, with and without a bias, shares and gradients."""
+    """Launch the kernel of the loss, with and without a bias, shares and gradients."""
     for V in vocabularies:
         x, matrix = (torch.zeros(n, 8, dtype=getattr(torch, dtype)) for n in (4, V))
         targets = torch.zeros(4, dtype=torch.int64)
@@ -154,16 +154,17 @@ def test_attention_spills_little_fits_and_multiplies_on_the_matrix_units(arch, d
     kernels = compiled(arch, f"attention({dtype!r}, {causal})")
     everyone = {(name, D) for name in ATTENTION for D in attention_tiles.HEAD_WIDTHS}
     assert {(kernel.kernel, kernel.D) for kernel in kernels} == everyone
-    # with D 128 its two sums fill the registers: 28 cost nothing on an H200, 200 twice the time
+    # With D 128 its two sums fill the registers. On an H200, 28 spills cost nothing, and 200 double
+    # the time.
     assert {(k.kernel, k.D) for k in kernels if k.spilled} <= {("dkv_kernel", 128)}
     assert not spilling(kernels, most=48) | too_large(kernels, arch)
     assert {kernel.matrix_units for kernel in kernels} == {MATRIX_UNITS[arch]}
-    assert {kernel.special for kernel in kernels} == {"cp.async"}, "nothing is added atomically"
+    assert {kernel.special for kernel in kernels} == {"cp.async"}, "no atomic additions"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("arch", SHARED_KIB)
-def test_copies_spill_nothing(arch, dtype):
+def test_copies_spill_nothing_and_access_memory_in_wide_words(arch, dtype):
     kernels = compiled(arch, f"copies({dtype!r}, (100, 768, 1600), ((64, 256),))")
     assert len(kernels) == 6 and not spilling(kernels)
     assert max(kernel.shared for kernel in kernels) <= 4 << 10
@@ -173,29 +174,30 @@ def test_copies_spill_nothing(arch, dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("arch", SHARED_KIB)
-def test_losses_spill_nothing_and_are_one_code_for_every_vocabulary(arch, dtype):
+def test_losses_spill_nothing_and_compile_once_for_all_vocabularies(arch, dtype):
     kernels = compiled(arch, f"losses({dtype!r}, (4160, 50_257))")
     assert len(kernels) == 16 and not spilling(kernels) and not too_large(kernels, arch)
-    assert codes(kernels) == {"losses_kernel": 8}
-    # a row's target, the logit of it, and its loss are one number each
-    alone = {"ld.global.b64", "ld.global.b16", "st.global.b32"}
+    assert compilations(kernels) == {"losses_kernel": 8}
+    # single numbers: a row's target, the logit of the target, and the loss
+    single = {"ld.global.b64", "ld.global.b16", "st.global.b32"}
     wide = {"ld.global.v4.b32", "st.global.v4.b32"}
-    assert set(kernels[0].accesses.split()) == alone | wide
+    assert set(kernels[0].accesses.split()) == single | wide
 
 
-def codes(kernels: list) -> Counter:
-    """How often each kernel was compiled."""
+def compilations(kernels: list) -> Counter:
+    """Return how often each kernel was compiled."""
     return Counter(name for name, _ in {(kernel.kernel, kernel.key) for kernel in kernels})
 
 
-# Triton would tell apart 1, multiples of 16, and all others
+# Unless told otherwise, Triton compiles again for 1, for multiples of 16, and for other lengths.
 LENGTHS = (1024, 1000, 512, 24, 17, 16, 1)
 KEPT = ((1, 1), *((K, T) for T in (1024, 1000) for K in (928, 501, 352, 64, 1)))
 
 
-def test_rows_that_grow_compile_nothing_again():
+def test_growing_rows_compile_each_kernel_once():
     kernels = compiled(90, f"attention('bfloat16', True, (64,), {LENGTHS})")
-    assert len(kernels) == 3 * len(LENGTHS) and codes(kernels) == dict.fromkeys(ATTENTION, 1)
+    assert len(kernels) == 3 * len(LENGTHS)
+    assert compilations(kernels) == dict.fromkeys(ATTENTION, 1)
     kernels = compiled(90, f"copies('float32', (768,), {KEPT})")
     assert len(kernels) == 2 * len(KEPT)
-    assert codes(kernels) == {"take_kernel": 1, "place_kernel": 1}
+    assert compilations(kernels) == {"take_kernel": 1, "place_kernel": 1}

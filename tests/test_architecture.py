@@ -1,8 +1,8 @@
-"""Who may import whom, read off the source; and that no import goes round in a circle.
+"""Which file may import which, checked in the source; no import cycles.
 
-A technique can be understood, tested and deleted alone only while it knows nothing of the model,
-the data, the loop or another technique. A fork that likes it otherwise may delete this file: it is
-not part of plain `pytest`.
+A technique can be understood, tested and deleted alone only if it does not depend on the model, the
+data, the training loop or another technique. A fork with other rules can delete this file: plain
+`pytest` does not run it.
 
     python -m pytest -m structure
 """
@@ -20,9 +20,9 @@ import pytest
 pytestmark = pytest.mark.structure
 
 ROOT = Path(__file__).resolve().parent.parent
-MOST_FILES = 10  # of a room
+MOST_FILES = 10  # in support/ and in kernels/
 TECHNIQUES = {"curriculum", "ltd", "offload", "packing", "pseudo"}
-FLOORS = (  # a file imports from its own floor and those below it, and nothing in a circle
+FLOORS = (  # from the bottom up; a file imports only from its own floor and the floors below
     {"kernels"},
     {"support", "model"},
     TECHNIQUES | {"bert", "prepare", "data"},
@@ -35,13 +35,13 @@ REPLACED = {"transformers", "datasets", "accelerate", "tokenizers", "safetensors
 
 
 class Import(NamedTuple):
-    module: str  # with the file, of this repository's folders: support.clock
+    module: str  # with the file's name in this repository's folders: support.clock
     row: int
     where: str  # module | function | main | typing
 
 
 def imports_of(source: str) -> list[Import]:
-    """Every import of a source text.
+    """Return every import in a source text.
 
     Example: 'from support import clock' -> [Import('support.clock', 1, 'module')]
     """
@@ -69,14 +69,14 @@ def imports_of(source: str) -> list[Import]:
 
 
 def product() -> dict[str, str]:
-    """Module -> source, of what is not tests or benches."""
+    """Return {module: source} of the product: everything but tests and benches."""
     paths = [*ROOT.glob("*.py"), *ROOT.glob("support/**/*.py"), *ROOT.glob("kernels/*.py")]
     named = {path: path.relative_to(ROOT).with_suffix("").as_posix() for path in paths}
     return {name.replace("/", "."): path.read_text("utf-8") for path, name in named.items()}
 
 
 def floor(module: str) -> int:
-    """Its number; a file that is not listed is taken for a technique."""
+    """Return the number of the module's floor. An unlisted file counts as a technique."""
     room = module.split(".")[0]
     return next((n for n, rooms in enumerate(FLOORS) if room in rooms), 2)
 
@@ -85,14 +85,14 @@ def is_allowed(module: str, item: Import, ours: set[str]) -> bool:
     if item.module.split(".")[0] in REPLACED:
         return False
     if item.module not in ours and item.module != "kernels":
-        return True  # another library; see test_every_import_is_declared
+        return True  # another library, see test_every_imported_library_is_declared
     if module in TECHNIQUES:
         beside = {"typing": ("model",), "main": ("data",)}.get(item.where, ())
         return item.module.startswith(("kernels", "support.", *beside))
     return floor(item.module) <= floor(module)
 
 
-def test_every_file_imports_only_what_its_place_allows():
+def test_every_file_imports_only_what_its_floor_allows():
     sources = product()
     refused = [
         f"{module}:{item.row} imports {item.module}"
@@ -104,16 +104,16 @@ def test_every_file_imports_only_what_its_place_allows():
 
 
 def test_no_import_cycle():
-    """One inside a function or for a type checker counts too: whoever reads one of the two files
+    """Imports inside functions and for type checkers count too, because a reader of one file still
     has to read the other.
     """
     imported = {
         module: {item.module for item in imports_of(source)} for module, source in product().items()
     }
-    TopologicalSorter(imported).prepare()  # which raises with the modules of a circle
+    TopologicalSorter(imported).prepare()  # raises an error that names the modules of a cycle
 
 
-def test_every_import_is_declared():
+def test_every_imported_library_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     extras = project["optional-dependencies"].values()
     lines = project["dependencies"] + [line for extra in extras for line in extra]
@@ -129,6 +129,6 @@ def test_every_import_is_declared():
     assert not missing
 
 
-def test_rooms_are_small():
+def test_folders_are_small():
     for room in ("support", "kernels"):
         assert len([*ROOT.glob(f"{room}/*.py")]) <= MOST_FILES

@@ -1,6 +1,6 @@
-"""Pairs for BERT's second task: no length betrays the answer, and no text is read twice.
+"""Sentence pairs for BERT's second task: lengths do not reveal the answer; no text is read twice.
 
-Masks are tested with the rows they lie in, in test_data.py.
+test_data.py tests masks, with the rows that hold them.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ lengths = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 
 
 def laid(lengths):
-    """Pieces side by side in a store, a gap between any two."""
+    """Return spans of pieces of these lengths in a store, with a gap between neighbours."""
     stop = np.cumsum(np.array(lengths) + 3)
     return np.stack((stop - lengths, stop), axis=1)
 
@@ -26,7 +26,7 @@ def second_lengths(spans, pairs):
 
 @settings(max_examples=40)
 @given(lengths, st.integers(0, 99))
-def test_every_part_is_a_part_of_a_piece_and_is_read_once_in_any_order(lengths, key):
+def test_every_part_lies_in_one_piece_and_no_token_is_read_twice(lengths, key):
     spans = laid(lengths)
     cut, pairs = sentence_pairs(spans, key)
     assert cut[:, 0].tolist() == spans[:, 0].tolist()
@@ -34,9 +34,9 @@ def test_every_part_is_a_part_of_a_piece_and_is_read_once_in_any_order(lengths, 
     for i, (start, stop) in enumerate(spans):
         size, second, left = stop - start, pairs.second[i], second_lengths(cut, pairs)[i]
         read += [*range(start, start + pairs.first[i]), *range(second, second + left)]
-        assert left <= size - pairs.first[i], "no longer than the part it stands in for"
+        assert left <= size - pairs.first[i], "no longer than the part that it replaces"
         if left == 0:
-            assert pairs.first[i] == size and answers[i] == IGNORE, "nothing of it is lost"
+            assert pairs.first[i] == size and answers[i] == IGNORE, "an unpaired piece stays whole"
         else:
             assert max(size // 4, 1) <= pairs.first[i] <= max(3 * size // 4, 1)
             owner = [n for n, (a, b) in enumerate(spans) if a < second < b]
@@ -52,8 +52,8 @@ def test_every_part_is_a_part_of_a_piece_and_is_read_once_in_any_order(lengths, 
     assert all(np.array_equal(a[order], b) for a, b in zip(pairs, shuffled, strict=True))
 
 
-def test_a_piece_that_is_drawn_again_is_cut_and_paired_anew():
-    """Otherwise copies would be neighbours, and trade what is the same; so under another key."""
+def test_copies_of_a_piece_are_cut_and_paired_differently():
+    """Otherwise copies would be neighbours and swap equal parts. Another key also pairs anew."""
     spans = laid([40] * 20)[np.random.default_rng(0).integers(0, 20, 400)]
     cut, pairs = sentence_pairs(spans, 3)
     assert not np.array_equal(pairs.second, sentence_pairs(spans, 4)[1].second)
@@ -62,8 +62,8 @@ def test_a_piece_that_is_drawn_again_is_cut_and_paired_anew():
     assert copies.sum() > 10 and len(set(pairs.first[copies])) > 5
 
 
-def test_the_one_without_a_neighbour_is_any_one():
-    """If it were the last in order, the longest second part would always follow."""
+def test_with_an_odd_number_any_piece_can_stay_unpaired():
+    """If it were always the last by length, the longest second part would always be genuine."""
     spans = laid(list(range(20, 29)))
     drawn = [sentence_pairs(spans, key) for key in range(200)]
     alone = [np.flatnonzero(pairs.answers(*cut.T) == IGNORE).tolist() for cut, pairs in drawn]
@@ -71,7 +71,7 @@ def test_the_one_without_a_neighbour_is_any_one():
     assert counts.sum() == 200 and counts.min() > 5
 
 
-def test_half_are_foreign_and_little_is_cut_off():
+def test_half_of_the_second_parts_are_foreign_and_little_text_is_lost():
     def lost(spans, cut):
         return 1 - (cut[:, 1] - cut[:, 0]).sum() / (spans[:, 1] - spans[:, 0]).sum()
 
@@ -84,14 +84,14 @@ def test_half_are_foreign_and_little_is_cut_off():
 
 
 def betrayed(spans, pairs):
-    """How often the answer is guessed right by whether a pair is as long as most pieces are."""
+    """Return how often a guess is right that looks only at whether a pair has the usual length."""
     answers = pairs.answers(*spans.T)
     is_full = spans[:, 1] - spans[:, 0] == np.median(spans[:, 1] - spans[:, 0])
     return max((is_full == answers).mean(), (is_full != answers).mean())
 
 
-def test_lengths_do_not_betray_the_answer():
-    """Most pieces fill a row; the control trades second parts as they come, at any length."""
+def test_lengths_do_not_reveal_the_answer():
+    """Most pieces fill a row. The control swaps second parts whatever their lengths."""
     spans = laid([100] * 3000 + list(range(20, 100)) * 10)
     cut, pairs = sentence_pairs(spans, 5)
     assert betrayed(cut, pairs) < 0.54

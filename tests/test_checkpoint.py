@@ -1,7 +1,7 @@
-"""A checkpoint is whole or absent, and a damaged one is never believed.
+"""A checkpoint is written completely or not at all, and damage is always noticed.
 
-Faults are real where that is possible in seconds: bits flipped, files cut, processes killed by
-SIGKILL, writes refused by the kernel. Folders that ranks write together: tests/test_runtime.py.
+Faults are real if they take only seconds: flipped bits, truncated files, processes killed by
+SIGKILL, writes refused by the kernel. tests/test_runtime.py tests folders written by several ranks.
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import contents, killed_at, names, refusal
+from conftest import contents, names, refusal, run_and_kill_at
 
 from support import checkpoint
 from support.checkpoint import find, load, save, step_path
@@ -43,21 +43,21 @@ def save_step(folder: Path, sharded: bool, step: int = 7, **more: object) -> Pat
     return path
 
 
-def same(value: object, wanted: object) -> bool:
-    if isinstance(wanted, dict):
-        return value.keys() == wanted.keys() and all(same(value[k], wanted[k]) for k in wanted)
-    if isinstance(wanted, torch.Tensor):
-        return value.dtype == wanted.dtype and torch.equal(value, wanted)
-    return value == wanted
+def same(a: object, b: object) -> bool:
+    if isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in b)
+    if isinstance(b, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return a == b
 
 
 @FORMS
-def test_what_was_saved_returns(tmp_path, sharded):
+def test_a_saved_state_loads_unchanged(tmp_path, sharded):
     path = save_step(tmp_path, sharded)
     assert checkpoint.outline(path)["config"]["model.layers"] == 3
     state = load(path)
     shutil.rmtree(tmp_path)
-    assert same(state, state_of())  # nothing is left in the files
+    assert same(state, state_of())  # the tensors do not depend on the files any more
 
 
 def flipped(whole: bytes, begin: int, end: int, draw: random.Random) -> bytes:
@@ -67,8 +67,8 @@ def flipped(whole: bytes, begin: int, end: int, draw: random.Random) -> bytes:
 
 
 @FORMS
-def test_fifty_flipped_bits_are_noticed(tmp_path, sharded):
-    """In the bytes of a tensor, where torch.load alone would notice none; and a cut anywhere."""
+def test_flipped_bits_and_truncation_are_noticed(tmp_path, sharded):
+    """Fifty bits are flipped in a tensor's bytes, where torch.load would notice none of them."""
     path = save_step(tmp_path, sharded)
     tensor = state_of()["model"]["wte"].numpy().tobytes()
     files = path.iterdir() if sharded else [path]
@@ -79,7 +79,7 @@ def test_fifty_flipped_bits_are_noticed(tmp_path, sharded):
         file.write_bytes(flipped(whole, begin, begin + len(tensor), draw))
         assert f"{path} is damaged" in refusal(load, path)
         if not sharded:
-            assert not same(torch.load(path, weights_only=True), state_of()), "control: it loads"
+            assert not same(torch.load(path, weights_only=True), state_of()), "control: torch loads"
     for size in (0, 1, begin, len(whole) - 1):
         file.write_bytes(whole[:size])
         assert str(path) in refusal(load, path)
@@ -99,7 +99,7 @@ def test_bits_flipped_anywhere_are_noticed_or_harmless(tmp_path):
     assert noticed > 50
 
 
-def test_a_missing_part_of_a_folder_is_named(tmp_path):
+def test_a_missing_file_of_a_folder_is_named(tmp_path):
     path = save_step(tmp_path, sharded=True)
     for file in [*path.iterdir()]:
         aside = file.rename(tmp_path / "aside")
@@ -112,7 +112,7 @@ class Malicious:
         return os.mkdir, ("ran",)
 
 
-def test_code_in_a_file_never_runs(tmp_path, monkeypatch):
+def test_code_in_a_checkpoint_file_never_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"model": Malicious()}, "bad.pt")
     assert "Weights only load failed" in refusal(load, "bad.pt")
@@ -128,40 +128,40 @@ def test_the_newest_and_the_best_are_kept(tmp_path, sharded):
     assert find(tmp_path, "last").stem == "step-00000050"
     assert find(tmp_path, "best").stem == "step-00000020"
     save_step(tmp_path, sharded, 60, keep=2, best_step=20)
-    save_step(tmp_path, sharded, 60, keep=1, best_step=60)  # an evaluation after it found it best
+    save_step(tmp_path, sharded, 60, keep=1, best_step=60)  # evaluated later, it became the best
     assert find(tmp_path, "best") == find(tmp_path, "last")
     assert names(tmp_path) == [f"step-00000060{ending}"]
 
 
-def test_find_never_takes_another_checkpoint(tmp_path, monkeypatch):
+def test_find_has_no_fallback_to_another_checkpoint(tmp_path):
     assert "holds none" in refusal(find, tmp_path, "last")
     path = save_step(tmp_path, sharded=False)
     assert find(tmp_path, str(path)) == path
     for which in ("best", "previous", str(tmp_path / "step-00000008.pt")):
-        said = refusal(find, tmp_path, which)
-        assert f"checkpoint {which}: not found" in said and path.name in said
+        message = refusal(find, tmp_path, which)
+        assert f"checkpoint {which}: not found" in message and path.name in message
 
 
-def test_a_write_that_the_kernel_refuses_changes_nothing(tmp_path):
-    """All that goes beyond so many bytes in one file (EFBIG)."""
+def test_a_failing_write_changes_nothing(tmp_path):
+    """The kernel refuses to let a file grow beyond a size (EFBIG)."""
     save_step(tmp_path, False, 1)
     before, limits = contents(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
     for size in (0, 1000, 4000):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
         try:
-            said = refusal(save_step, tmp_path, False, 2, keep=1)
+            message = refusal(save_step, tmp_path, False, 2, keep=1)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert "step-00000002.pt: not written" in said and "File too large" in said
+        assert "step-00000002.pt: not written" in message and "File too large" in message
         after = {name: b for name, b in contents(tmp_path).items() if name[0] != "."}
         assert after == before
     save_step(tmp_path, False, 3)
-    assert names(tmp_path) == ["step-00000001.pt", "step-00000003.pt"], "leftovers go"
+    assert names(tmp_path) == ["step-00000001.pt", "step-00000003.pt"], "leftovers are removed"
 
 
 @FORMS
 def test_nothing_is_written_or_removed_through_a_link(tmp_path, sharded):
-    """In a folder that was sent, names of ours may lead elsewhere."""
+    """A folder from somebody else may contain links with the names that we use."""
     elsewhere = save_step(tmp_path / "elsewhere", sharded).parent
     whole, run = contents(elsewhere), tmp_path / "run"
     run.mkdir()
@@ -174,22 +174,22 @@ def test_nothing_is_written_or_removed_through_a_link(tmp_path, sharded):
     assert contents(elsewhere) == whole
 
 
-# ---- killed between any two changes of the disk
+# ---- killed before any change of the file system
 
 
 @FORMS
-def test_killed_at_any_change_there_is_a_whole_last_checkpoint(tmp_path, sharded):
+def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path, sharded):
     save_step(tmp_path / "old", sharded, 7, best_step=7)
     for number in range(1, 60):
         folder = shutil.copytree(tmp_path / "old", tmp_path / str(number))
         save_last = partial(save_step, folder, sharded, 8, keep=1, best_step=8)
-        status = killed_at(number, save_last)
+        status = run_and_kill_at(number, save_last)
         last = find(folder, "last")
         step = int(last.stem.removeprefix("step-"))
         assert step in (7, 8) and same(load(last), state_of(step, step))
         assert find(folder, "best") == last
         after = save_step(folder, sharded, 9, keep=1, best_step=9)
-        assert [path.name for path in folder.iterdir()] == [after.name], "leftovers go"
+        assert [path.name for path in folder.iterdir()] == [after.name], "leftovers are removed"
         if status == 0:
             break
         assert status == -signal.SIGKILL

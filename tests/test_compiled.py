@@ -1,6 +1,6 @@
-"""--compile: shapes compile as they come, and losses are the same.
+"""--compile: a new shape is compiled when it occurs, and losses do not change.
 
-Graphs are counted with a backend that runs them as they are, so that a test takes seconds.
+Graphs are counted with a backend that runs them uncompiled, so that a test takes only seconds.
 """
 
 from functools import partial
@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounter
 import train
 from kernels import packed_attention
 
-pytestmark = pytest.mark.usefixtures("short_ends")
+pytestmark = pytest.mark.usefixtures("no_sample_or_report")
 SLOW = pytest.mark.slow
 
 # 16, 24 and 32 of 32 tokens
@@ -23,7 +23,7 @@ LTD = "--layers 3 --tokens 1024 --ltd --ltd-pace linear --ltd-start 16 --ltd-mul
 
 
 def count_graphs(patch: pytest.MonkeyPatch) -> CompileCounter:
-    """Count the graphs of blocks, instead of making code of them. A break in one is an error."""
+    """Count the graphs of blocks instead of compiling them. A graph break is an error."""
     torch.compiler.reset()
     counter, compile_module = CompileCounter(), nn.Module.compile
 
@@ -36,7 +36,7 @@ def count_graphs(patch: pytest.MonkeyPatch) -> CompileCounter:
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """Blocks that are not compiled attend as the compiled ones, or would differ in a last bit."""
+    """Count graphs; blocks of plain runs use the attention of compiled ones, for equal rounding."""
     chosen = packed_attention.chosen_impl
     as_compiled = partial(chosen, compiled=True)
     monkeypatch.setattr("model.chosen_impl", lambda *args: as_compiled(*args[:4]))
@@ -55,17 +55,18 @@ HEAVY = [flags if n == 0 else pytest.param(flags, marks=SLOW) for n, flags in en
 
 
 @pytest.mark.parametrize("flags", HEAVY)
-def test_shapes_compile_as_they_come_and_the_run_is_the_same(run, graphs, monkeypatch, flags):
-    seen, step = [], train.Trainer.train_step  # graphs before each step of the runs that follow
+def test_new_shapes_compile_and_metrics_stay_equal(run, graphs, monkeypatch, flags):
+    seen, step = [], train.Trainer.train_step  # seen: the number of graphs before each step
 
     def counted(*args):
         seen.append(graphs.frame_count)
         return step(*args)
 
     monkeypatch.setattr(train.Trainer, "train_step", counted)
-    with torch._dynamo.config.patch(recompile_limit=1):  # which assemble raises
+    with torch._dynamo.config.patch(recompile_limit=1):  # `assemble` must raise it
         compiled = metrics(run(f"{flags} --compile", out="compiled"))
-    assert seen[0] == 0 < seen[1] and graphs.frame_count < 9, "a shape's own code, then one for any"
+    assert seen[0] == 0 < seen[1]
+    assert graphs.frame_count < 9, "code for the first shape, then code for any shape"
     assert metrics(run(flags, out="plain")) == compiled
 
 
@@ -84,7 +85,7 @@ def train_on_counted_graphs(flags: list[str]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_two_processes_draw_the_curve_of_one(store_dir, tmp_path, log_of):
+def test_two_compiled_ranks_have_the_losses_of_one_process(store_dir, tmp_path, log_of):
     kinds = {"kept": f"{LTD} --pack --lr 1e-3"}
     kinds["recomputed"] = f"{kinds['kept']} --checkpoint-activations"
     kinds["sharded"] = f"{kinds['kept']} --fsdp"
@@ -100,8 +101,8 @@ def test_two_processes_draw_the_curve_of_one(store_dir, tmp_path, log_of):
 
 
 @pytest.mark.slow
-def test_compiled_code_computes_the_same(run):
-    """The default backend, forward and backward."""
+def test_compiled_code_has_the_losses_of_plain_code(run):
+    """With the default backend, forward and backward."""
     torch.compiler.reset()
     flags = f"{LTD} --pack --tokens 3000 --lr 1e-3"
     plain = losses(run(flags, out="plain"))

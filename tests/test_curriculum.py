@@ -1,12 +1,12 @@
-"""Pacing digit for digit, settings and refusals, what may be drawn."""
+"""Curricula: pacing that equals DeepSpeed's, settings and refusals, and which samples are drawn."""
 
 import inspect
 import math
+import re
 from fractions import Fraction
 
 import numpy as np
-import pytest
-from conftest import ROOT
+from conftest import ROOT, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,9 +18,9 @@ FEW = settings(max_examples=40, deadline=None)
 
 
 def deepspeed(t, over, start, end, degree, multiple):
-    """Compute what curriculum_scheduler.py of DeepSpeed 0.19.8 does, in its order of operations.
+    """Compute what DeepSpeed 0.19.8's curriculum_scheduler.py does, in its order of operations.
 
-    Older versions have no max, and can go below `start`.
+    Older versions have no `max` and can return less than `start`.
     """
     value = math.floor((float(t) / over) ** (1.0 / degree) * (end - start) + start)
     value -= value % multiple
@@ -30,11 +30,11 @@ def deepspeed(t, over, start, end, degree, multiple):
 # ---- pacing
 
 
-def test_worked_examples():
+def test_pace_equals_worked_examples():
     assert [pace(t, 300, 64, 1024, 2, 8) for t in (1, 5, 10, 300)] == [112, 184, 232, 1024]
     assert [pace(t, 100, 64, 256) for t in (0, 50)] == [64, 160]
     assert {pace(t / 10, 0.5, 256, 256, 2, 8) for t in range(11)} == {256}, "neutral"
-    # 27 / 49 * 49 is 26.999999999999996: exact arithmetic would say 28
+    # In floating point 27 / 49 * 49 is 26.999999999999996; exact arithmetic would give 28.
     assert pace(27, 49, 1, 50) == deepspeed(27, 49, 1, 50, 1, 1) == 27
 
 
@@ -47,8 +47,10 @@ def test_worked_examples():
     multiple=st.sampled_from([1, 8, 16]),
     share=st.floats(0, 1.5),
 )
-def test_agrees_with_deepspeed(over, low, more, degree, multiple, share):
-    """If the multiple divides start and end; if not, DeepSpeed starts above start or ends late."""
+def test_pace_equals_deepspeeds(over, low, more, degree, multiple, share):
+    """This holds if the multiple divides start and end. Otherwise DeepSpeed begins above the start,
+    or ends below the end, as the last two lines show.
+    """
     setting = (over, low * multiple, (low + more) * multiple, degree, multiple)
     value = pace(int(share * over), *setting)
     assert value == deepspeed(int(share * over), *setting)
@@ -57,8 +59,8 @@ def test_agrees_with_deepspeed(over, low, more, degree, multiple, share):
     assert deepspeed(100, 100, 32, 197, 1, 8) == 192 and pace(100, 100, 32, 197, 1, 8) == 197
 
 
-def test_levels_are_stretched_over_the_budget_and_may_go_down_again():
-    """DeepSpeed's update_difficulty asks its schedule only while it is below the maximum."""
+def test_levels_are_spread_over_the_budget_and_may_fall():
+    """DeepSpeed's update_difficulty calls its schedule only until the maximum is reached."""
     course = course_of("seqlen", budget=1000, share="0.5", start="8")
     assert [course.at(t).max_piece_len for t in (0, 250, 499, 500)] == [8, 128, 248, 256]
     course = course_of("seqlen", pace="discrete:64@0.1:256@0.2:128")
@@ -79,8 +81,8 @@ def in_one_step(pacing, t):
     return pacing.start if t < pacing.over / 2 else pacing.end
 
 
-def test_a_metric_and_a_pacing_of_ones_own(run, monkeypatch):
-    """Those of docs/extending.md: a line in each dictionary."""
+def test_the_metric_and_the_pacing_of_docs_extending_work(run, monkeypatch):
+    """Each is one line in a dictionary."""
     page = (ROOT / "docs" / "extending.md").read_text()
     assert all(inspect.getsource(function) in page for function in (distinct, in_one_step))
     monkeypatch.setitem(analyze.METRICS, "distinct", analyze.Metric(distinct))
@@ -108,7 +110,7 @@ def test_the_defaults():
     assert parse("seqlen", pace="root")["seqlen"].degree == 2
 
 
-def test_where_a_step_keeps_its_tokens_lengths_stay_short_for_longer():
+def test_lengths_grow_more_slowly_if_short_rows_do_not_shrink_the_step():
     packed, metrics = {"packed": True}, ("seqlen", "seqlen-reshape")
     for metric, words in ((metrics[0], packed), (metrics[1], {}), (metrics[1], packed)):
         pacing = curriculum.parse_metrics(CurriculumConfig(metric), 2048, **words)[metric]
@@ -117,29 +119,29 @@ def test_where_a_step_keeps_its_tokens_lengths_stay_short_for_longer():
     assert [truncated.at(t) for t in (0, 0.2, 0.4, 1)] == [512, 1280, 2048, 2048]
 
 
-def test_each_metric_has_its_own_values():
+def test_each_metric_can_have_its_own_settings():
     words = {"start": ",5", "share": ",0.2", "pace": "discrete:64@0.1:256,root:3"}
     length, ranked = parse("seqlen,rarity", **words).values()
     assert (length.kind, length.levels, length.until) == ("discrete", (64, 256), (0.1,))
     assert ranked == Pacing("root", start=5, end=100, over=0.2, degree=3.0)
 
 
-def test_each_metric_has_its_own_unit():
+def test_each_metric_can_have_its_own_unit():
     levels = parse("length", pace="discrete:32@0.1:256", by="value")["length"].levels
-    assert levels == (32, 256), "the levels say where it starts"
+    assert levels == (32, 256), "discrete levels need no start"
     indexes = {"rarity": index_of([40, 10, 20, 30]), "length": index_of([1, 2, 3, 4])}
     words = {"start": "30,25", "share": "1", "pace": "linear"}
     course = course_of("rarity,length", indexes, by="value,percentile", **words)
-    stage = course.at(0)  # rarity up to 30 is samples 1, 2, 3; the first 25 % by length sample 0
+    stage = course.at(0)  # rarity up to 30: samples 1, 2, 3; the easiest 25 % by length: sample 0
     assert members(stage) == [1] and "widened to the easiest 26 % of each" in stage.note
     assert stage.difficulty == {"rarity": 30, "length": 26}
     indexes = {"rarity": index_of([1, 2, 3, 4]), "length": index_of([5, 4, 3, 2])}
     stage = course_of("rarity,length", indexes, by="value", start="1,2").at(0)
-    assert members(stage) == [1, 2], "two of each do not meet, three do"
+    assert members(stage) == [1, 2], "the easiest two of each have none in common, three have two"
     assert stage.difficulty == {"rarity": 3, "length": 4} and "51 % of each" in stage.note
 
 
-SENSELESS = {  # metric, other settings, and the one that each of the values is refused for
+INVALID = {  # metric, other settings, and the setting that each of the values is refused for
     "rarity by": "rank",
     "rarity share": "1.5 nan inf 1e400 -1 0 x",
     "rarity,seqlen pace=linear,discrete:64@0.1:256 share": ",1",
@@ -152,13 +154,12 @@ SENSELESS = {  # metric, other settings, and the one that each of the values is 
 }
 
 
-def test_flags_that_make_no_sense_are_refused():
-    for setting, values in SENSELESS.items():
+def test_invalid_settings_are_refused():
+    for setting, values in INVALID.items():
         metric, *others, name = setting.split()
         for value in values.split():
             words = dict(other.split("=") for other in others) | {name: value}
-            with pytest.raises(ValueError, match=f"--curriculum-{name}|level"):
-                parse(metric, **words)
+            assert re.search(f"--curriculum-{name}|level", refusal(parse, metric, **words))
 
 
 def course_of(metric="rarity", indexes=None, budget=100, seq_len=256, **words):
@@ -166,7 +167,7 @@ def course_of(metric="rarity", indexes=None, budget=100, seq_len=256, **words):
     return Curriculum(metrics, budget, seq_len, Rankings(indexes or {}))
 
 
-# ---- what may be drawn
+# ---- which samples may be drawn
 
 
 def index_of(values) -> Ranking:
@@ -175,15 +176,15 @@ def index_of(values) -> Ranking:
 
 
 def members(stage, everything=4) -> list[int]:
-    """The samples of a stage's pool; `everything` is how many there are in all."""
+    """Return the samples of a stage's pool, out of `everything` samples in all."""
     if stage.pool is None:
         return list(range(everything))
     ids = stage.pool.ids(np.arange(stage.pool.reach))
     return sorted(ids[ids >= 0].tolist())
 
 
-def test_pool_worked_example():
-    """Values 5, 1, 3, 3, 9: the easiest are samples 1, 2, 3, 0, 4, ties by number."""
+def test_pools_equal_a_worked_example():
+    """Values 5, 1, 3, 3, 9: from the easiest, samples 1, 2, 3, 0, 4. Ties are sorted by number."""
     settings = {"indexes": {"rarity": index_of([5, 1, 3, 3, 9])}, "share": "1", "pace": "linear"}
     percent = course_of(**settings, start="20")
     assert members(percent.at(0)) == [1] and percent.at(26).difficulty == {"rarity": 40}
@@ -191,7 +192,7 @@ def test_pool_worked_example():
     assert percent.at(100).pool is None
     value = course_of(**settings, start="1", by="value")
     assert members(value.at(0)) == [1] and value.at(0).difficulty == {"rarity": 1}
-    assert members(value.at(25)) == [1, 2, 3], "ties belong to one level"
+    assert members(value.at(25)) == [1, 2, 3], "equal values enter together"
     assert members(value.at(99)) == [0, 1, 2, 3] and value.at(100).pool is None
 
 
@@ -202,10 +203,10 @@ def easiest(values, percent):
 
 @FEW
 @given(st.data(), st.integers(1, 100), st.integers(1, 100))
-def test_by_percentile(data, percent, other):
-    """The samples that all metrics allow; if none, the easiest k % of each for the smallest k.
+def test_by_percentile_a_pool_is_what_all_metrics_allow(data, percent, other):
+    """If that is nothing, it is the easiest k % by each, for the smallest k that works.
 
-    DeepSpeed's data_sampler.py divides by 100 first, which is zero below a hundred samples.
+    DeepSpeed's data_sampler.py divides by 100 first, which gives 0 below a hundred samples.
     """
     n = data.draw(st.integers(1, 40))
     rows = [data.draw(st.lists(st.integers(0, 9), min_size=n, max_size=n)) for _ in range(2)]
@@ -226,30 +227,30 @@ def test_by_percentile(data, percent, other):
 
 @FEW
 @given(values=st.lists(st.integers(0, 12), min_size=1, max_size=60), level=st.integers(1, 13))
-def test_by_value(values, level):
-    """All of at most `level`; if there is none, all of the easiest, and a note.
+def test_by_value_a_pool_is_every_sample_up_to_the_level(values, level):
+    """If there is none, it is every sample of the lowest value, and a note says so.
 
-    DeepSpeed's data_sampler.py ends in an exception there.
+    DeepSpeed's data_sampler.py raises an exception in this case.
     """
     values = [*values, 13]
     indexes = {"rarity": index_of(values)}
     stage = course_of(indexes=indexes, by="value", start=str(level), share="1").at(0)
     bound = max(level, min(values))
-    wanted = [sample for sample, value in enumerate(values) if value <= bound]
-    assert members(stage, len(values)) == wanted and stage.difficulty["rarity"] == bound
+    expected = [sample for sample, value in enumerate(values) if value <= bound]
+    assert members(stage, len(values)) == expected and stage.difficulty["rarity"] == bound
     assert bool(stage.note) == (level < min(values))
 
 
-def test_a_metric_below_the_whole_numbers_cannot_go_by_value():
+def test_metrics_below_1_are_refused_by_value():
     for values in ([0.2, 0.9], [-5, -1]):
-        with pytest.raises(ValueError, match="--curriculum-by value"):
-            course_of(indexes={"rarity": index_of(values)}, by="value", start="1")
+        indexes = {"rarity": index_of(values)}
+        assert "--curriculum-by value" in refusal(course_of, indexes=indexes, by="value", start="1")
 
 
 # ---- pools
 
 
-def test_the_size_of_a_wide_intersection_is_estimated(monkeypatch):
+def test_the_size_of_a_large_intersection_is_estimated(monkeypatch):
     random = np.random.default_rng(0)
     one, two = (index_of(random.random(20_000)) for _ in range(2))
     heads = (Head(8_000, one), Head(10_000, two))

@@ -1,16 +1,25 @@
-"""Bits per byte: a worked answer, whole documents, the same for any number of rows and ranks.
+"""Bits per byte: a worked answer, whole documents, independent of the number of rows and ranks.
 
-By document too, held to its definition: every piece of text alone through the model.
+Results by document are compared with their definition, every piece of text alone in the model.
 """
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import contents, evaluate_into_file, read_log, start_ranks, widened, write_lines
+from conftest import (
+    contents,
+    evaluate_into_file,
+    read_log,
+    refusal,
+    start_ranks,
+    widened,
+    write_lines,
+)
 from small_stores import ONE, in_memory
 from torch import nn
 
@@ -27,7 +36,7 @@ LENGTHS = byte_lengths(BYTES)
 SPECIAL_IDS = SpecialIds.of(BYTES)
 CPU = ["--device", "cpu"]
 GPT = "--layers 1 --final-eval-tokens 1M"
-pytestmark = pytest.mark.usefixtures("short_ends")
+pytestmark = pytest.mark.usefixtures("no_sample_or_report")
 
 
 def of(store: Store, special_ids: SpecialIds | None = None) -> Data:
@@ -35,12 +44,12 @@ def of(store: Store, special_ids: SpecialIds | None = None) -> Data:
 
 
 def documents_of(evaluation, model, rows: int) -> DocumentScores:
-    """The result by document, of the one store that is evaluated."""
+    """Return the result by document, of a single store."""
     return evaluation.documents(model, ONE, rows)[0]
 
 
 class Even(nn.Module):
-    """Gives every one of 256 bytes and end-of-text the same chance."""
+    """A model that gives each of 256 bytes and end-of-text the same probability."""
 
     def losses(self, batch):
         return math.log(257.0) * (batch.targets >= 0).double()
@@ -57,7 +66,7 @@ def store(store_dir):
 
 @pytest.fixture
 def said(run_of, capsys, monkeypatch, tmp_path):
-    """What evaluate.py says of a run with these flags, line by line."""
+    """Run evaluate.py on a run, and return the lines it prints."""
     monkeypatch.chdir(tmp_path)
 
     def ask(flags: str = "", of: str = GPT) -> list[str]:
@@ -69,18 +78,10 @@ def said(run_of, capsys, monkeypatch, tmp_path):
     return ask
 
 
-# ---- all rows
+# ---- which text
 
 
-def test_rows_at_a_time_do_not_matter(store):
-    evaluation, model = Evaluation(of(store), 64, tokens=5_000), tiny()
-    whole, other = (documents_of(evaluation, model, rows) for rows in (8, 3))
-    for found, expected in zip(other[:4], whole[:4], strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-12)
-    assert model.training, "the model's mode is kept"
-
-
-def test_a_part_is_whole_pieces_in_a_fixed_order(store):
+def test_a_limit_of_tokens_selects_whole_pieces_always_the_same(store):
     pieces, same = (Evaluation(of(store), 64, tokens=5000).parts[0].pieces for _ in "ab")
     assert np.array_equal(pieces.rows.start, same.rows.start)
     assert np.array_equal(pieces.rows.offsets, same.rows.offsets)
@@ -90,8 +91,8 @@ def test_a_part_is_whole_pieces_in_a_fixed_order(store):
 # ---- BERT
 
 
-def test_masks_lie_on_the_same_tokens_whatever_is_evaluated_with_them(store):
-    """A part of the text asks for what the whole asks for there, however rows are packed."""
+def test_the_same_tokens_are_masked_however_much_is_evaluated(store):
+    """The masks of a part of the text are among those of the whole, though rows differ."""
 
     def asked(tokens):
         pieces = Evaluation(of(store, SPECIAL_IDS), 64, tokens=tokens).parts[0].pieces
@@ -103,10 +104,8 @@ def test_masks_lie_on_the_same_tokens_whatever_is_evaluated_with_them(store):
     assert asked(2_000) < asked(None)
 
 
-def test_a_bert_is_asked_of_every_pair_whether_it_follows(store):
-    """Right answers are counted: those of a model that reads them, of its opposite, of one that
-    always says yes; and nothing else of the result changes.
-    """
+def test_next_sentence_accuracy_counts_right_answers_and_changes_nothing_else(store):
+    """The models know the answers, give the opposite, or always say yes."""
     shown = []
 
     class Shown(Evaluation):
@@ -140,7 +139,7 @@ def test_a_bert_is_asked_of_every_pair_whether_it_follows(store):
 
 
 def by_definition(store, pieces, model) -> np.ndarray:
-    """(n, 3) nats, targets and bytes of each held-out document, a piece at a time and by itself."""
+    """Return nats, targets and bytes (n, 3) of each held-out document, one piece at a time."""
     bounds = store.offsets[store.meta["train_documents"] :].tolist()
     sums = np.zeros((len(bounds) - 1, 3))
     for row in range(len(pieces.rows)):
@@ -164,7 +163,7 @@ def agree(documents, expected: np.ndarray, tolerance: float) -> bool:
 
 @pytest.fixture(scope="module")
 def few():
-    """Three training and twelve held-out documents, some longer than a row, one of one byte."""
+    """Three training and twelve held-out documents, some longer than a row, one of 1 byte."""
     sizes = [9, 30, 5, 200, 64, 63, 1, 17, 90, 40, 33, 65, 12, 150, 8]
     draw = np.random.default_rng(0)
     return in_memory(*(draw.integers(97, 123, size) for size in sizes), held_out=12)
@@ -172,20 +171,23 @@ def few():
 
 @pytest.mark.parametrize("kind", ["gpt", "bert"])
 def test_packed_documents_have_the_nats_of_their_pieces_alone(few, kind):
+    """With any number of rows at a time."""
     data = of(few, SPECIAL_IDS if kind == "bert" else None)
-    evaluation, model, tolerance = Evaluation(data, 64), tiny(kind).eval(), 1e-12
+    evaluation, model, tolerance = Evaluation(data, 64), tiny(kind), 1e-12
     (part,) = evaluation.parts
     expected = by_definition(few, part.pieces, model)
-    documents = documents_of(evaluation, model, 8)
-    assert agree(documents, expected, tolerance)
+    for rows in (8, 3):
+        documents = documents_of(evaluation, model, rows)
+        assert agree(documents, expected, tolerance)
     assert documents.numbers.tolist() == list(range(3, 15))
-    # The comparison sees a piece that is counted for another document.
+    assert model.training, "the model's mode is kept"
+    # Control: the comparison notices pieces that are counted for another document.
     exchanged = part.pieces._replace(item=np.roll(part.pieces.item, 1))
     evaluation.parts = [part._replace(pieces=exchanged)]
     assert not agree(documents_of(evaluation, model, 8), expected, tolerance)
 
 
-def test_long_and_empty_documents_worked_by_hand():
+def test_long_and_empty_documents_equal_an_example_worked_by_hand():
     store = in_memory(*(range(97, 97 + size) for size in (3, 0, 20, 0, 5)), held_out=4)
     held_out = documents_of(Evaluation(of(store), 8), Even(), 2)
     assert held_out.numbers.tolist() == [1, 2, 3, 4]
@@ -198,19 +200,19 @@ def test_long_and_empty_documents_worked_by_hand():
     assert total.val_bpb == pytest.approx(math.log2(257) * 29 / 25)
     bert = documents_of(Evaluation(of(store, SPECIAL_IDS), 8), Even(), 2)
     assert bert.numbers.tolist() == [1, 2, 3, 4]
-    assert bert.targets.tolist() == [0, 4, 0, 1], "one of each piece: of 6, 6, 6, 2 and of 5"
+    assert bert.targets.tolist() == [0, 4, 0, 1], "one of each piece: of 6, 6, 6, 2, and of 5"
     assert bert.nats[[0, 2]].tolist() == [0, 0]
 
 
 def test_a_store_without_held_out_documents_is_refused():
-    with pytest.raises(ValueError, match=r"has no held-out document: .*--holdout"):
-        Evaluation(of(in_memory(b"all of it")), 64)
+    message = refusal(Evaluation, of(in_memory(b"all of it")), 64)
+    assert re.search(r"has no held-out document: .*--holdout", message)
 
 
-# ---- results in files and words
+# ---- results in files
 
 
-def test_a_file_is_worked_by_hand_and_whole_or_not_there(tmp_path):
+def test_a_file_of_results_equals_an_example_and_is_complete_or_absent(tmp_path):
     nats, counts = np.array([3 * np.log(2), 0.0]), (np.array([3, 0]), np.array([6, 0]))
     two = DocumentScores(np.array([0, 1]), nats, *counts)
     file = tmp_path / "out.jsonl"
@@ -229,7 +231,7 @@ def test_a_file_is_worked_by_hand_and_whole_or_not_there(tmp_path):
 # ---- the command
 
 
-def test_command_repeats_what_the_run_found(run_of, said):
+def test_command_reports_what_the_run_reported(run_of, said):
     (last,) = (line["val_bpb"] for line in read_log(run_of(GPT), "eval") if line["last"])
     plain, whole = said(), said("--by-document out.jsonl")
     assert f"held-out {last:.4f} bits per byte" in plain[0]
@@ -243,8 +245,8 @@ def test_command_repeats_what_the_run_found(run_of, said):
     assert 0 < chosen < 27 and f": {chosen} of 27 documents, those with a piece" in part[2]
 
 
-def test_no_dropping_and_full_length_whatever_training_does(run):
-    """A model that no longer moves is scored alike with every technique on and with none."""
+def test_evaluation_uses_full_length_and_drops_nothing_whatever_training_does(run):
+    """With a learning rate near 0, the score is the same with all techniques and with none."""
     still = "--lr 1e-30 --layers 3 --tokens 512"
     scores = [
         [line["val_bpb"] for line in run(f"{still} {flags}", out=f"r{number}") if line.get("last")]
@@ -254,8 +256,8 @@ def test_no_dropping_and_full_length_whatever_training_does(run):
 
 
 @pytest.mark.dist
-def test_two_processes_find_what_one_finds(run_of, store_dir, tmp_path, monkeypatch):
-    """The text of a store, and questions, which leave the run as it is."""
+def test_two_ranks_report_what_one_reports(run_of, store_dir, tmp_path, monkeypatch):
+    """For the text of a store and for questions. The run's folder does not change."""
     asked = [{"context": f"{n} is", "continuations": ["a", " b"], "label": 1} for n in range(20)]
     write_lines(tmp_path / "asked.jsonl", asked)
     gpt = [str(run_of(GPT)), *CPU, "--json", "--rows", "2"]

@@ -1,7 +1,7 @@
-"""train.py, evaluate.py and sample.py on a pretended CUDA device (tests/fake_cuda.py).
+"""train.py, evaluate.py and sample.py on a fake CUDA device (tests/fake_cuda.py).
 
-No tensors of two devices meet, the host waits for the device once a step, what it sends is
-page-locked, nothing is computed in float64 there, and the losses are those of a CPU.
+Tensors of two devices never meet, the host waits for the device once a step, it copies only from
+page-locked memory, nothing is computed in float64 on the device, and losses equal a CPU's.
 """
 
 import json
@@ -19,21 +19,20 @@ SMALL = (
     " --micro-batch-size 1 --tokens 64 --lr 1e-3"
     " --eval-every 0 --final-eval-tokens 16 --compile off"
 )
-IN_FP32 = "--dtype fp32 --optimizer adamw"  # so that rounding is not amplified
-# Left out: most of the sample. Triton's interpreter is faster with the head's columns in small
-# blocks.
+IN_FP32 = "--dtype fp32 --optimizer adamw"  # which do not amplify rounding
+# Shorten the sample; Triton's interpreter is faster with small blocks.
 SHORT = {
     "train.SAMPLE_TOKENS": "3",
     "kernels.cross_entropy.COLS": "256",
     "kernels.attention_tiles.tiles": "lambda *_: dict(OWN=16, VISITED=16, num_warps=4,"
     " num_stages=2)",
 }
-# And what is no step: a last evaluation, a sample and a checkpoint.
+# Also leave out everything but steps: the last evaluation, the sample and checkpoints.
 STEPS_ALONE = SHORT | {"train.finish": "lambda *_: None", "train.Run.save": "lambda *_: None"}
-READ = "waits for a copy to the host in train.py"  # the loss and the norm of the gradient
-# With --offload gradients come home, and the norm of those that are there: one number each way.
-# Muon's updates of matrices that are not there come back too.
-COMING_HOME = {
+READ = "waits for a copy to the host in train.py"  # reads the loss and the gradient's norm
+# With --offload, gradients are copied to the host, and so is the norm of those on the device, one
+# number each way. So are Muon's updates of offloaded matrices.
+OFFLOAD_COSTS = {
     "waits for synchronize in offload.py",
     "waits for a copy from the host in optim.py",
     "waits for a copy to the host in optim.py",
@@ -53,7 +52,7 @@ MORE = {
     "dropout": "--dropout 0.1 --pack",
     "offload of all": "--offload --offload-budget 450KB --pack --ltd",
 }
-# Problems that mistakes made on purpose lead to.
+# The problem that is reported -> a mistake made on purpose.
 MISTAKES = {
     "on the same device": {"model.Batch.to": "lambda self, device: self"},
     "copies from pageable memory": {"plan.on_device": "lambda t, device: t.to(device)"},
@@ -63,11 +62,11 @@ MISTAKES = {
 
 @pytest.fixture(scope="module")
 def run_all(store_dir, tmp_path_factory):
-    """Run commands on the device, one after the other in one process; their reports by name."""
+    """Run commands on the device, one after the other in one process; return reports by name."""
     if (fake_cuda.TORCH / "lib" / "libtorch_cuda.so").exists():
-        pytest.skip("this torch has CUDA of its own: tests marked gpu are for it")
+        pytest.skip("this torch has CUDA: run the tests marked gpu instead")
     if shutil.which("c++") is None:
-        pytest.skip("no C++ compiler, by which torch would be told of a device")
+        pytest.skip("no C++ compiler to build the fake device")
     folder = tmp_path_factory.mktemp("fake_cuda")
     library = fake_cuda.build(folder)
 
@@ -91,14 +90,14 @@ def with_flags(flags: str, patch: dict = STEPS_ALONE, **more: object) -> dict:
 
 
 def recipes(of: dict[str, str]) -> dict[str, dict]:
-    """Each on the device, and in fp32 on the host."""
+    """Return two runs of each recipe: on the device, and in fp32 on the host."""
     on_host = {f"{name} on the host": f"{of[name]} --dtype fp32 --device cpu" for name in of}
     return {name: with_flags(flags) for name, flags in (of | on_host).items()}
 
 
 @pytest.fixture(scope="module")
 def reports(run_all):
-    """All that the quick tests look at."""
+    """The reports of everything that the quick tests check."""
     runs = recipes(QUICK) | {"offload": with_flags(OFFLOAD)}
     for problem, patch in MISTAKES.items():
         runs[problem] = with_flags(f"{IN_FP32} --tokens 32 --layers 1", STEPS_ALONE | patch)
@@ -111,12 +110,12 @@ def reports(run_all):
 
 
 def problems_with(report: dict, offloaded: bool = False) -> list[str]:
-    """What a run did that it must not."""
+    """List what a run did that it must not do."""
     problems = [report["error"]] if report["status"] else []
     for number, step in enumerate(report["steps"], 1):
         if step["costs"].pop(READ, 0) != 1:
             problems.append(f"step {number} does not read its loss once")
-        unexpected = step["costs"].keys() - (COMING_HOME if offloaded else set())
+        unexpected = step["costs"].keys() - (OFFLOAD_COSTS if offloaded else set())
         problems += [f"step {number} {cost}" for cost in sorted(unexpected)]
     return problems
 
@@ -128,8 +127,8 @@ def losses_of(report: dict) -> list[float]:
 def check_recipe(name: str, flags: str, reports: dict[str, dict]) -> None:
     problems = problems_with(reports[name], "--offload" in flags)
     losses, expected = losses_of(reports[name]), losses_of(reports[f"{name} on the host"])
-    tolerance = 2e-4 if "fp32" in flags else 2e-3  # AdamW makes much of a small gradient
-    if name == "dropout":  # every device draws its own
+    tolerance = 2e-4 if "fp32" in flags else 2e-3  # AdamW amplifies errors of small gradients
+    if name == "dropout":  # devices draw different masks
         tolerance = 0.02
     if expected != pytest.approx(losses, rel=tolerance) or len(losses) < 2:
         error = reports[f"{name} on the host"]["error"]
@@ -138,20 +137,19 @@ def check_recipe(name: str, flags: str, reports: dict[str, dict]) -> None:
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_recipes_on_the_device(name, reports):
+def test_recipes_have_a_cpus_losses_and_no_needless_waits(name, reports):
     check_recipe(name, QUICK[name], reports)
 
 
 def test_offload_changes_no_bit_and_tensors_are_where_the_placement_says(reports):
-    """Norms and biases stay, the embedding's state leaves, and so does all of the blocks."""
+    """Norms and biases stay; the embedding's state and everything of the blocks is offloaded."""
     places = {tuple(place) for place in reports["offload"]["steps"][-1]["places"]}
     assert places == {(0, True, True), (1, True, False), (3, False, False)}
     assert problems_with(reports["offload"], offloaded=True) == []
     assert losses_of(reports["offload"]) == losses_of(reports["in fp32"])
 
 
-def test_a_run_is_resumed_evaluated_and_sampled(reports, run_all):
-    """Stopped and resumed on the device, a run is the same, bit for bit; its checkpoint is read."""
+def test_a_run_resumes_bit_for_bit_and_is_evaluated_and_sampled(reports):
     statuses = {"stopped": 143, "resumed": 0, "evaluate": 0, "sample": 0}
     for name, status in statuses.items():
         assert reports[name]["status"] == status, reports[name]["error"]
@@ -162,7 +160,7 @@ def test_a_run_is_resumed_evaluated_and_sampled(reports, run_all):
 
 
 @pytest.mark.parametrize("problem", MISTAKES)
-def test_mistakes_are_found(problem, reports):
+def test_mistakes_made_on_purpose_are_reported(problem, reports):
     assert problem in "\n".join(problems_with(reports[problem]))
 
 

@@ -1,7 +1,7 @@
-"""Broken on purpose: nothing is lost, nothing wrong without a word, every end within seconds.
+"""Faults on purpose: no progress is lost, no damage goes unreported, every failure ends in seconds.
 
-docs/reliability.md says what is promised. Two ranks run with `start_ranks`; as two machines each
-has a folder of its own.
+docs/reliability.md lists the promises. Ranks on one machine share a folder; to simulate two
+machines, each rank gets a separate one.
 
     pytest -m faults
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import SMALL, a_port, in_step, losses_of, rank_of, read_log, start_ranks
+from conftest import SMALL, at_step, free_port, losses_of, read_log, run_rank, start_ranks
 
 import analyze
 import prepare
@@ -36,21 +36,21 @@ from support.runtime import ROOT, Runtime, start
 from support.store import Store
 
 pytestmark = pytest.mark.faults
-TIMES = 20  # that each fault is injected
+TIMES = 20  # how often each fault is injected
 BEGIN = f"{SMALL} --data store --out run"
-SECONDS = 180  # for a run on a busy machine; 20 on a quiet one
+SECONDS = 180  # allowed for a run on a busy machine; a quiet one takes 20
 
 
 @pytest.fixture
 def place(store_dir, tmp_path, monkeypatch):
-    """The working folder, with a store."""
+    """The working folder, which contains a store."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(store_dir, "store")
     return tmp_path
 
 
 def check_end(folder: Path) -> None:
-    """One last evaluation, one sample, one end, and the report."""
+    """Assert that there is one last evaluation, one sample, one end, and the report."""
     lines = read_log(folder)
     last = sum(line.get("last", False) for line in lines)
     counts = [[line["event"] for line in lines].count(event) for event in ("sample", "finished")]
@@ -60,8 +60,8 @@ def check_end(folder: Path) -> None:
 # ---- kills
 
 
-def struck_soon(argv: list[str]) -> int:
-    """A rank's work: train; some time after a moment it is killed, if this is the rank."""
+def train_and_kill(argv: list[str]) -> int:
+    """Train on a rank. One rank is killed some time after the start or the end of training."""
     rank, moment, seconds, *argv = argv
     if os.environ["RANK"] == rank:
         owner, name = (train, "StopSignal") if moment == "start" else (train, "finish")
@@ -77,21 +77,22 @@ def struck_soon(argv: list[str]) -> int:
     return train.main(argv)
 
 
-def started(
-    ranks: int, argv: list[str], work: Callable = struck_soon
-) -> list[multiprocessing.Process]:
-    """The processes of a command on so many ranks."""
-    context, given = multiprocessing.get_context("forkserver"), (ranks, a_port(), Path.cwd())
+Processes = list[multiprocessing.Process]
+
+
+def start_processes(ranks: int, argv: list[str], work: Callable = train_and_kill) -> Processes:
+    """Start a command on this many ranks, without waiting for it."""
+    context, given = multiprocessing.get_context("forkserver"), (ranks, free_port(), Path.cwd())
     processes = [
-        context.Process(target=rank_of, args=(rank, *given, work, [argv])) for rank in range(ranks)
+        context.Process(target=run_rank, args=(rank, *given, work, [argv])) for rank in range(ranks)
     ]
     for process in processes:
         process.start()
     return processes
 
 
-def end_of(processes: list[multiprocessing.Process], seconds: float) -> list[int | None]:
-    """The exit status of each; None for one that has not ended in time, and is killed."""
+def exit_statuses(processes: Processes, seconds: float) -> list[int | None]:
+    """Return the exit status of each; None if it did not end in time and was killed."""
     end = time.monotonic() + seconds
     for process in processes:
         process.join(max(end - time.monotonic(), 0))
@@ -106,22 +107,22 @@ RANKS = [(1, "", 0.3), (2, "", 0.3), (2, "--fsdp", 2)]
 
 @pytest.mark.parametrize(("moment", "times"), [("start", TIMES), ("finish", TIMES // 4)])
 @pytest.mark.parametrize(("ranks", "more", "seconds"), RANKS)
-def test_killed_at_random_resume_auto_ends_the_same(ranks, more, seconds, moment, times, place):
-    """The one command, again and again, until it ends by itself, or is let go after so many.
+def test_randomly_killed_runs_end_the_same(ranks, more, seconds, moment, times, place):
+    """The command has --resume auto. It is repeated until it ends without being killed.
 
-    Compared with a run of as many ranks that nobody killed.
+    The result is compared with an undisturbed run on as many ranks.
     """
     start_ranks(ranks, f"{BEGIN} --out whole {more}".split())
     losses = losses_of("whole")
     draw, kills, runs = random.Random(4), 0, 0
     while kills < times:
         line, runs, ended = f"{BEGIN} --out run-{runs} --resume auto {more}", runs + 1, False
-        most = kills + 4  # or on a busy machine it would never come to its end
+        most = kills + 4  # without a limit, a run on a busy machine would never end
         while not ended:
             soon = draw.uniform(0, seconds if moment == "start" else 0.3)
             after = soon if kills < most else 3600
             strike = f"{draw.randrange(ranks)} {moment} {after} {line}"
-            statuses = end_of(started(ranks, strike.split()), 60)
+            statuses = exit_statuses(start_processes(ranks, strike.split()), 60)
             assert None not in statuses
             ended = not any(statuses)
             kills += -signal.SIGKILL in statuses
@@ -130,8 +131,8 @@ def test_killed_at_random_resume_auto_ends_the_same(ranks, more, seconds, moment
         check_end(folder)
 
 
-def test_torchrun_starts_a_killed_rank_again_and_it_goes_on(place):
-    """The command that docs/reliability.md has for runs that nobody watches."""
+def test_torchrun_restarts_a_killed_rank_and_training_continues(place):
+    """This is the command of docs/reliability.md for unattended runs."""
     line = f"{SMALL} --data store --tokens 40K --checkpoint-every 2048 --eval-every 20K"
     torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 3"
     command = f"{torchrun} {ROOT}/train.py {line} --out run --resume auto".split()
@@ -153,7 +154,7 @@ def test_torchrun_starts_a_killed_rank_again_and_it_goes_on(place):
     check_end(Path("run"))
 
 
-# ---- ranks that differ, and machines that share no folder
+# ---- ranks that differ, and machines without a shared folder
 
 
 DIFFER = ["--dtype bf16", "--lr 0.5", "--seed 5", "--tokens 2048", "--layers 2", "--width 64"]
@@ -163,9 +164,9 @@ DIFFER += ["--dropout 0.1", "--schedule wsd", "--micro-batch-size 1", "--model b
 
 
 def say_all(argv: list[str]) -> None:
-    """A rank's work, on a machine of its own: train with each command; write down what was said.
+    """Train with each command, on a machine of the rank's own; write the messages to a file.
 
-    What follows " | " in a command is for rank 1 alone.
+    Rank 1 also gets the flags after " | " in a command.
     """
     said, places, rank = [], Path.cwd(), os.environ["RANK"]
     os.environ["LOCAL_RANK"] = "0"
@@ -181,8 +182,8 @@ def say_all(argv: list[str]) -> None:
     (places / f"said-{rank}.json").write_text(json.dumps(said))
 
 
-def said_on_two_machines(place: Path, lines: list[str]) -> list[list[str]]:
-    """What each rank says to each command."""
+def messages_of_two_machines(place: Path, lines: list[str]) -> list[list[str]]:
+    """Return the message of each rank to each command."""
     start_ranks(2, " ; ".join(lines).split(), work=say_all)
     return [json.loads((place / f"said-{rank}.json").read_text()) for rank in range(2)]
 
@@ -192,8 +193,8 @@ def machines(place):
     return [shutil.copytree("store", place / f"machine-{n}" / "store").parent for n in range(2)]
 
 
-def test_ranks_with_other_flags_are_refused_before_the_first_step(place, machines):
-    by_rank = said_on_two_machines(place, [f"{BEGIN} | {more}" for more in DIFFER])
+def test_ranks_with_different_flags_are_refused_before_the_first_step(place, machines):
+    by_rank = messages_of_two_machines(place, [f"{BEGIN} | {more}" for more in DIFFER])
     for said_by_rank in by_rank:
         for more, said in zip(DIFFER, said_by_rank, strict=True):
             flag = more.split()[0].lstrip("-")[:5]
@@ -201,19 +202,19 @@ def test_ranks_with_other_flags_are_refused_before_the_first_step(place, machine
     assert not any((machine / "run").exists() for machine in machines)
 
 
-def test_machines_with_another_text_or_without_a_shared_folder_are_refused(place, machines):
-    by_rank = said_on_two_machines(place, [f"{BEGIN} --fsdp"])
+def test_machines_without_a_shared_folder_or_with_different_text_are_refused(place, machines):
+    by_rank = messages_of_two_machines(place, [f"{BEGIN} --fsdp"])
     assert all("rank 1 does not see rank 0's run" in said for (said,) in by_rank)
     assert not any((machine / "run").exists() for machine in machines)
     shutil.rmtree(machines[1] / "store")
     Path("words.txt").write_text("other words " * 9000)
     prepare.main(f"words.txt --out {machines[1]}/store --tokenizer bytes".split())
-    by_rank = said_on_two_machines(place, [BEGIN])
+    by_rank = messages_of_two_machines(place, [BEGIN])
     assert all("the text of --data" in said for (said,) in by_rank)
 
 
-def test_machines_with_another_index_or_another_file_of_init_are_refused(place, machines):
-    """Of the same names, and each of them whole."""
+def test_machines_with_different_indexes_or_initial_weights_are_refused(place, machines):
+    """The files have the same names, and none is damaged."""
     for machine, seed in zip(machines, "12", strict=True):
         train.main(f"{BEGIN} --out {machine}/other --tokens 256 --seed {seed}".split())
     samples = Samples(Store.open(machines[1] / "store"), "rows", 32)
@@ -225,40 +226,41 @@ def test_machines_with_another_index_or_another_file_of_init_are_refused(place, 
     about = json.loads((index / "index.json").read_text())
     (index / "index.json").write_text(json.dumps(about | {"sha256": analyze.sums_of(index)}))
     flags = ["--curriculum rarity", "--init other", "--init other --fsdp"]
-    by_rank = said_on_two_machines(place, [f"{BEGIN} {more}" for more in flags])
+    by_rank = messages_of_two_machines(place, [f"{BEGIN} {more}" for more in flags])
     for of_index, *of_init in by_rank:
         assert "ranks differ in the index by rarity" in of_index
         assert all("ranks differ in the weights of --init" in said for said in of_init)
 
 
-# ---- a rank is lost, and no torchrun ends the others
+# ---- a rank is lost, and no torchrun stops the others
 
 
-def lost(argv: list[str]) -> int:
-    """A rank's work: train; one of them is struck in its third step."""
+def train_and_lose_a_rank(argv: list[str]) -> int:
+    """Train on a rank. One rank gets a signal in the third step."""
     victim, number, *argv = argv
     os.dup2(os.open(f"said-{os.environ['RANK']}", os.O_CREAT | os.O_WRONLY), 2)
     runtimes.TIMEOUT = timedelta(seconds=5)
-    with in_step(3, partial(os.kill, os.getpid(), int(number)), int(victim)):
+    with at_step(3, partial(os.kill, os.getpid(), int(number)), int(victim)):
         return train.main(argv)
 
 
 @pytest.mark.parametrize("more", ["", "--fsdp"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_is_left_alone_says_so_with_the_step(victim, number, more, place):
-    processes = started(2, f"{victim} {int(number)} {BEGIN} {more}".split(), work=lost)
-    assert end_of([processes[1 - victim]], 60) == [1]
+def test_a_rank_reports_that_it_lost_another_and_after_which_step(victim, number, more, place):
+    argv = f"{victim} {int(number)} {BEGIN} {more}".split()
+    processes = start_processes(2, argv, work=train_and_lose_a_rank)
+    assert exit_statuses([processes[1 - victim]], 60) == [1]
     processes[victim].kill()
     *_, said = Path(f"said-{1 - victim}").read_text().splitlines()
     assert f"error: rank {1 - victim} lost another rank after step 2: it has ended" in said
 
 
-# ---- the same on one process and on two ranks
+# ---- signals
 
 
 def by_rank0(runtime: Runtime, action: Callable, *arguments: object) -> object:
-    """Rank 0 does this, when all have done what comes before; the others wait for it."""
+    """Wait for all ranks, then run this on rank 0 and return the result on all."""
     runtime.gather(None)
     return runtime.on_rank0(partial(action, *arguments))
 
@@ -266,15 +268,15 @@ def by_rank0(runtime: Runtime, action: Callable, *arguments: object) -> object:
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
-def signals(_: list[str]) -> None:
-    """The step is saved, the status says which signal, the losses are those of a whole run."""
+def check_signals(_: list[str]) -> None:
+    """The step is saved, the status names the signal, and losses equal an undisturbed run's."""
     runtime, draw = start("cpu", "auto"), random.Random(6)
     assert train.main(BEGIN.replace("run", "whole").split()) == 0
     for number in range(TIMES):
         chosen, last = SIGNALS[number % len(SIGNALS)], draw.randrange(1, 16)
         rank, out = draw.randrange(runtime.world_size), f"signal-{number}"
         line = f"{SMALL} --data store --out {out} --resume auto".split()
-        with in_step(last, partial(os.kill, os.getpid(), chosen), rank):
+        with at_step(last, partial(os.kill, os.getpid(), chosen), rank):
             status = train.main(line)
         assert status == 128 + (chosen if runtime.rank == rank else signal.SIGTERM)
         saved = by_rank0(runtime, checkpoint.steps_in, Path(out))
@@ -284,5 +286,5 @@ def signals(_: list[str]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_signals_on_one_process_and_on_two_ranks(ranks, place):
-    start_ranks(ranks, [], work=signals)
+def test_a_signal_saves_the_step_and_the_resumed_run_is_the_same(ranks, place):
+    start_ranks(ranks, [], work=check_signals)

@@ -1,8 +1,8 @@
-"""The cross-entropy of a linear head against its definition, forward and backward, in both forms.
+"""The cross-entropy of a linear head, chunked and in Triton, against its definition.
 
-The truth is the definition in float64. What a form may err is measured by what the definition errs
-in the same dtype, on the same numbers. On a machine without a GPU the Triton kernel runs under its
-interpreter (conftest.py), which rounds to bfloat16 by cutting bits off; that, too, is within it.
+The truth is the definition in float64. The allowed error is twice that of the definition in the
+same dtype on the same numbers. Without a GPU the Triton kernel runs in the interpreter
+(conftest.py), which rounds to bfloat16 by truncation, and still stays within that error.
 
     python -m pytest -n 0 tests/test_kernels_cross_entropy.py
 """
@@ -24,7 +24,7 @@ DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 
 @pytest.fixture(params=["chunked", "triton"])
 def impl(request, monkeypatch, empty_is_full_of_nan):
-    """A form, which is auto, in short chunks; the kernel takes V = 29 in two blocks of columns."""
+    """An implementation, which "auto" selects too, with short chunks and two blocks of columns."""
 
     def chosen(device, dtype, impl="auto"):
         return request.param if impl == "auto" else impl
@@ -43,7 +43,7 @@ def device(request, impl):
 
 
 def head(N: int = FEW, ignored: float = 0.3) -> list:
-    """Random x (N, C), weight (V, C), bias (V,), and targets (N,)."""
+    """Draw x (N, C), weight (V, C), bias (V,), and targets (N,)."""
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(shape, generator=generator) for shape in ((N, C), (V, C), (V,))]
     targets = torch.randint(V, (N,), generator=generator)
@@ -52,7 +52,7 @@ def head(N: int = FEW, ignored: float = 0.3) -> list:
 
 
 def every_other(t: torch.Tensor) -> torch.Tensor:
-    """The same numbers, not adjacent in memory."""
+    """Return the same numbers, not adjacent in memory."""
     return t.repeat_interleave(2, dim=-1)[..., ::2]
 
 
@@ -68,13 +68,13 @@ CASES = {  # x, weight, bias, targets, shares
     "large logits": [1e4 * x, weight, bias, targets],
     "shares": [x, weight, bias, targets, shares],
     "not contiguous": [every_other(t) for t in (x, weight, bias, targets, shares)],
-    "a block of columns that cannot come": [x, weight, impossible, targets.clamp(min=17)],
+    "a block of columns of probability 0": [x, weight, impossible, targets.clamp(min=17)],
 }
 WAYS = [*product(CASES, [torch.float32, torch.bfloat16]), ("several chunks", torch.float16)]
 
 
 def placed(dtype: torch.dtype, device: str, x, weight, bias, targets, shares=None) -> list:
-    """The same on a device, floats in a dtype, with strides as they are; leaves want gradients."""
+    """Move inputs to a device and dtype, keep their strides, and make leaves require gradients."""
     leaves = [t if t is None else t.detach().to(device, dtype) for t in (x, weight, bias)]
     for leaf in leaves:
         if leaf is not None:
@@ -84,7 +84,7 @@ def placed(dtype: torch.dtype, device: str, x, weight, bias, targets, shares=Non
 
 
 def loss_and_gradients(impl: str, x, weight, bias, targets, shares=None) -> list[torch.Tensor]:
-    """The loss, and its gradients by everything that wants one, of 0.37 times the loss."""
+    """Return the loss, and the gradients of 0.37 times the loss."""
     leaves = [leaf for leaf in (x, weight, bias) if leaf is not None]
     loss = linear_cross_entropy(x, weight, bias, targets, impl, shares)
     return [loss, *torch.autograd.grad(0.37 * loss, leaves)]
@@ -95,8 +95,9 @@ def loss_of_each(x, weight, bias, targets, shares=None) -> torch.Tensor:
 
 
 def assert_errs_at_most_twice(truth: list, plain: list, results: list, dtype=None) -> None:
-    """Each result errs at most twice as much as the definition's, where that was not mere luck:
-    two roundings are granted, to the dtype of the products."""
+    """Allow each result twice the definition's error, plus two roundings to the dtype of the
+    products, because the definition may be exact by luck.
+    """
     for exact, rounded, result in zip(truth, plain, results, strict=True):
         assert result.shape == exact.shape and result.isfinite().all()
         rounding = torch.finfo(dtype or rounded.dtype).eps * exact.norm()
@@ -105,7 +106,7 @@ def assert_errs_at_most_twice(truth: list, plain: list, results: list, dtype=Non
 
 
 @pytest.mark.parametrize(("case", "dtype"), WAYS)
-def test_a_form_errs_at_most_twice_as_much_as_the_definition(case, dtype, impl, device):
+def test_errors_are_at_most_twice_the_definitions(case, dtype, impl, device):
     inputs = placed(dtype, device, *CASES[case])
     exact = placed(torch.float64, device, *inputs)
     truth = loss_and_gradients("reference", *exact)
@@ -125,7 +126,7 @@ def test_a_form_errs_at_most_twice_as_much_as_the_definition(case, dtype, impl, 
     assert_errs_at_most_twice([loss_of_each(*exact)], [loss_of_each(*inputs)], [of_each])
 
 
-def test_in_float64_the_chunked_form_is_the_definition_to_twelve_digits():
+def test_in_float64_chunked_equals_the_definition_to_twelve_digits():
     for case in CASES.values():
         inputs = placed(torch.float64, "cpu", *case)
         results = loss_and_gradients("chunked", *inputs)
@@ -133,7 +134,7 @@ def test_in_float64_the_chunked_form_is_the_definition_to_twelve_digits():
         torch.testing.assert_close(results, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_under_autocast_it_errs_at_most_twice_as_much(monkeypatch, impl, device):
+def test_under_autocast_errors_are_at_most_twice_the_definitions(monkeypatch, impl, device):
     monkeypatch.setattr(cross_entropy, "chunk_rows", lambda V, device: 1000)
     inputs = placed(torch.float32, device, *head(12))
     truth = loss_and_gradients("reference", *placed(torch.float64, device, *inputs))
@@ -142,12 +143,12 @@ def test_under_autocast_it_errs_at_most_twice_as_much(monkeypatch, impl, device)
         results = loss_and_gradients(impl, *inputs)
         assert token_losses(*inputs[:4]).sum().equal(results[0])
     assert all(result.dtype == torch.float32 for result in results)
-    assert (plain[0].double() - truth[0]).abs() > 1e-5 * truth[0], "else this ran in float32"
+    assert (plain[0].double() - truth[0]).abs() > 1e-5 * truth[0], "this ran in float32"
     assert_errs_at_most_twice(truth, plain, results, torch.bfloat16)
 
 
-def test_a_real_vocabulary(device, impl, monkeypatch):
-    """In the kernel's own blocks of columns; the last one's rows do not begin where they end."""
+def test_errors_with_gpt2s_vocabulary_are_at_most_twice_the_definitions(device, impl, monkeypatch):
+    """With blocks of the usual size. V is not a multiple of it, so the last block is incomplete."""
     monkeypatch.undo()
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 8, generator=generator) for n in (3, 50_257))
@@ -158,13 +159,13 @@ def test_a_real_vocabulary(device, impl, monkeypatch):
     assert_errs_at_most_twice(truth, plain, results)
 
 
-def test_an_ignored_target_loses_nothing_whatever_its_logits(impl, device):
+def test_ignored_targets_have_no_loss_even_with_nan_logits(impl, device):
     x, weight, bias, targets = (t.to(device) for t in head())
     x[targets == IGNORE] = torch.nan
     assert token_losses(x, weight, bias, targets).isfinite().all()
 
 
-def test_a_target_that_is_no_token_makes_the_kernels_loss_nan():
+def test_a_target_outside_the_vocabulary_makes_the_kernels_loss_nan():
     needs_triton()
     inputs = placed(torch.float32, "cpu", *head(2, ignored=0))
     for no_token in (V, -1, 2**40):
@@ -172,8 +173,8 @@ def test_a_target_that_is_no_token_makes_the_kernels_loss_nan():
         assert linear_cross_entropy(*inputs[:4], "triton").isnan()
 
 
-def test_the_definition_worked_by_hand():
-    """With a target that counts two fifths, and with one that does not count."""
+def test_losses_equal_an_example_worked_by_hand():
+    """With an ignored target, and with shares of 0.4 and 0."""
     needs_triton()
     x, weight = torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.eye(2)
     expected = torch.tensor(1 + 1 / torch.e).log()  # -log softmax([1, 0])[0]
@@ -185,7 +186,7 @@ def test_the_definition_worked_by_hand():
         torch.testing.assert_close(loss, 0.4 * expected)
 
 
-def test_auto_is_the_kernel_for_16_bits_on_a_gpu_that_triton_compiles_for(monkeypatch):
+def test_auto_selects_the_kernel_for_16_bits_on_a_gpu_with_triton(monkeypatch):
     for missing, of_16_bits in ((None, "triton"), ("Triton is not installed", "chunked")):
         here = {"cuda": missing, "cpu": "no CUDA"}
         monkeypatch.setattr(cross_entropy, "why_not", here.get)
@@ -194,7 +195,7 @@ def test_auto_is_the_kernel_for_16_bits_on_a_gpu_that_triton_compiles_for(monkey
 
 
 def test_second_derivatives_and_second_backward_passes_are_refused(impl, device):
-    """Gradients would be scaled twice."""
+    """A second backward pass would scale the gradients twice."""
     x, *others = placed(torch.float32, device, *head())
     loss = linear_cross_entropy(x, *others[:3], impl)
     with pytest.raises(RuntimeError, match=r"no second derivative.*impl='reference'"):

@@ -1,8 +1,8 @@
-"""Attention in rows of several documents against its definition: every way of computing it.
+"""Attention in rows of several documents: every implementation against the definition.
 
-The truth is the definition in float64. An error may be twice that of the definition in the dtype
-itself. On a machine without a GPU the Triton kernels run under its interpreter (conftest.py), which
-is slow, so their cases are few and small; what they compile to is read in test_ahead_of_time.py.
+The truth is the definition in float64. The allowed error is twice that of the definition in the
+same dtype. Without a GPU the Triton kernels run in the interpreter (conftest.py), which is slow, so
+their cases are few and small. test_ahead_of_time.py checks what they compile to.
 
     python -m pytest -n 0 tests/test_kernels_packed_attention.py
 """
@@ -23,7 +23,7 @@ from kernels.packed_attention import packed_attention as attention
 
 
 def documents_of(T: int, rows: list[list[int]]) -> Tensor:
-    """doc_ids (B, T) of rows of documents, by their lengths; what these leave is padding."""
+    """Return doc_ids (B, T) of rows of documents with these lengths, filled up with padding."""
     doc_ids = torch.full((len(rows), T), -1)
     for row, lengths in zip(doc_ids, rows, strict=True):
         ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
@@ -35,7 +35,7 @@ CASES = {
     "one token": documents_of(1, [[1], []]),
     "63": documents_of(63, [[63], [20, 1, 1, 30], []]),
     "no document at all": documents_of(64, [[], []]),
-    # in float16 one has several of the kernels' tiles: those between others need no mask
+    # In float16 one document spans several tiles of the kernels; those in its middle need no mask.
     "500": documents_of(500, [[150, 300, 7]]),
     "one-token documents": documents_of(40, [[1] * 40, [1] * 7 + [30]]),
     "equal lengths": documents_of(128, [[32] * 4, [32] * 3]),
@@ -43,8 +43,8 @@ CASES = {
     "many lengths": documents_of(600, [[9, 75, 40, 1, 21, 60, 33, 74, 76, 17, 2, 52, 39, 19, 41]]),
     "kept tokens": documents_of(50, [[20, 1, 17, 5], [3, 4]])[:, [0, 3, 4, 19, 20, 21, 29, 42, 49]],
 }
-SMALL, TINY = CASES["63"], documents_of(20, [[9, 1, 7], [20], []])  # one tile
-SEVERAL_TILES = documents_of(40, [[15, 16, 4]])  # in float32
+SMALL, TINY = CASES["63"], documents_of(20, [[9, 1, 7], [20], []])  # TINY fits one tile
+SEVERAL_TILES = documents_of(40, [[15, 16, 4]])  # several in float32
 
 
 @pytest.fixture(params=["dense", "groups", "triton"])
@@ -55,7 +55,7 @@ def impl(request, empty_is_full_of_nan):
 
 
 def inputs(doc_ids: Tensor, H: int = 2, D: int = 32) -> tuple[Tensor, Tensor]:
-    """One projection (B, T, 3, H, D) of queries, keys and values, and a gradient from above."""
+    """Draw q, k and v in one tensor (B, T, 3, H, D), and the gradient of the output."""
     generator = torch.Generator().manual_seed(0)
     B, T = doc_ids.shape
     qkv = torch.randn(B, T, 3, H, D, generator=generator, dtype=torch.float64)
@@ -63,7 +63,7 @@ def inputs(doc_ids: Tensor, H: int = 2, D: int = 32) -> tuple[Tensor, Tensor]:
 
 
 def results(function, qkv: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and gradient of function(q, k, v), in float64, on the CPU."""
+    """Return output and gradient of function(q, k, v), converted to float64 on the CPU."""
     qkv = qkv.detach().requires_grad_()
     out = function(*qkv.unbind(2))
     assert out.dtype == qkv.dtype and out.shape == d.shape
@@ -84,14 +84,14 @@ def assert_as_defined(impl, dtype, doc_ids, causal=True, device="cpu", D=32, str
     ours = results(computed, strided(qkv.to(device, dtype)), strided(d.to(device, dtype)))
     padding = doc_ids < 0
     for result, same_dtype, exact in zip(ours, plain, truth, strict=True):
-        # in float32 torch's kernel for a mask adds more roughly than the definition on a CPU
+        # In float32 torch's CUDA kernel with a mask is less exact than the definition on a CPU.
         times = 8 if impl == "dense" and device == "cuda" and dtype == torch.float32 else 1
         rounding = times * max(torch.finfo(dtype).eps, 1e-10) * exact.norm()
         assert (result - exact).norm() <= 2 * (same_dtype - exact).norm() + rounding
         assert not result[padding].any()
 
 
-WAYS = [  # impl, device, case, dtype; the interpreter takes a second for some cases
+WAYS = [  # impl, device, case, dtype; few with Triton, whose interpreter can take a second for one
     *itertools.product(["groups"], ["cpu"], CASES, [torch.float64]),
     *itertools.product(["dense", "groups"], ["cpu"], ["63"], attention_tiles.DTYPES),
     *itertools.product(["dense"], ["cpu"], ["63", "kept tokens"], [torch.float64]),
@@ -106,18 +106,18 @@ WAYS += [pytest.param(*way, marks=pytest.mark.gpu) for way in ON_GPUS]
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("impl", "device", "case", "dtype"), WAYS)
-def test_results_are_the_definitions(empty_is_full_of_nan, impl, device, case, causal, dtype):
+def test_results_equal_the_definition(empty_is_full_of_nan, impl, device, case, causal, dtype):
     if impl == "triton":
         needs_triton(device)
     assert_as_defined(impl, dtype, CASES[case], causal, device)
 
 
-def test_other_widths_of_a_head(impl):
+def test_other_head_widths_are_as_exact(impl):
     for D in (16, 128):
         assert_as_defined(impl, torch.float16, TINY[:1], D=D)
 
 
-STRIDES = (  # heads before positions, every other number
+STRIDES = (  # heads before positions in memory; every other number
     lambda x: x.transpose(1, -2).contiguous().transpose(1, -2),
     lambda x: x.repeat_interleave(2, dim=-1)[..., ::2],
 )
@@ -130,9 +130,9 @@ def test_inputs_and_gradients_need_not_be_contiguous(impl):
 
 
 def leak(impl: str, laid_out: Tensor, causal: bool) -> bool:
-    """Whether a document's tokens or padding reach another's outputs or gradients, in any bit.
+    """Return whether a document or padding changes any bit of another's output or gradient.
 
-    Args: laid_out the documents that attention is told of; the true ones are SEVERAL_TILES
+    Args: laid_out the documents that attention is given; the true ones are SEVERAL_TILES
     """
     doc_ids = SEVERAL_TILES
     qkv, d = (x.float() for x in inputs(doc_ids, H=1))
@@ -153,27 +153,27 @@ def leak(impl: str, laid_out: Tensor, causal: bool) -> bool:
     return False
 
 
-def test_no_bit_leaks_from_a_document_or_from_padding(impl):
+def test_no_bit_leaks_between_documents_or_from_padding(impl):
     assert not leak(impl, SEVERAL_TILES, causal=False)
     assert impl == "triton" or not leak(impl, SEVERAL_TILES, causal=True)
 
 
-def test_the_leak_test_sees():
-    """Documents that begin one token late, a row that is one document, padding that is one."""
+def test_the_leak_test_notices_wrong_boundaries():
+    """Documents that begin one token late, a row that is one document, padding as a document."""
     padding = SEVERAL_TILES < 0
     late = SEVERAL_TILES.roll(1, 1)
     for wrong in (late, torch.where(padding, -1, 0), torch.where(padding, 2, SEVERAL_TILES)):
         assert leak("groups", wrong, causal=False)
 
 
-# Where documents lie
+# Document boundaries
 
 ROWS = st.lists(st.lists(st.integers(1, 9), max_size=4), min_size=1, max_size=4)
 
 
 @settings(max_examples=30, deadline=None)
 @given(ROWS)
-def test_bounds_are_those_of_the_mask(rows):
+def test_bounds_agree_with_the_mask(rows):
     doc_ids, key = documents_of(40, rows), torch.arange(40)
     start, end = bounds(doc_ids)
     assert start.dtype == end.dtype == torch.int32
@@ -183,23 +183,23 @@ def test_bounds_are_those_of_the_mask(rows):
 
 @settings(max_examples=30, deadline=None)
 @given(ROWS, st.sampled_from([1, 1000]))
-def test_documents_of_any_lengths_in_calls_of_any_size(rows, tokens_of_a_call):
+def test_groups_equal_the_definition_for_any_lengths_and_call_size(rows, tokens_of_a_call):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_groups, "TOKENS_OF_A_CALL", tokens_of_a_call)
         assert_as_defined("groups", torch.float64, documents_of(40, rows))
 
 
-def test_examples_of_bounds_and_of_a_layout():
+def test_bounds_and_layout_equal_worked_examples():
     start, end = bounds(torch.tensor([[7, 7, 9, -1]]))
     assert start.tolist() == [[0, 0, 2, 4]] and end.tolist() == [[2, 2, 3, 0]]
     _, calls = attention_groups.layout(torch.tensor([[7, 7, 9, 9, -1]]))
     assert calls.tolist() == [[2, 0], [4, 2], [1, 0], [0, 0], [0, 0], [0, 0]]
 
 
-# How it is chosen and called
+# Which implementation is chosen, and how it is called
 
 
-def test_the_choice_is_a_table(monkeypatch):
+def test_the_implementation_follows_from_device_dtype_width_and_dropout(monkeypatch):
     here = {"cuda": None}
     monkeypatch.setattr(packed_attention, "why_not", lambda device: here.get(device, "no Triton"))
     for dtype, D, dropout in ((torch.bfloat16, 80, 0.0), (torch.bfloat16, 64, 0.1)):
@@ -212,19 +212,19 @@ def test_the_choice_is_a_table(monkeypatch):
     assert chosen_impl("cuda", torch.bfloat16, 64, 0.0) == "dense"
 
 
-def test_a_batch_goes_the_way_that_is_less_work():
-    ever_others = [[90 + i, 71 - i, 50 + i, 30 - i, 10 + i, 5 - i] for i in range(4)]
+def test_adaptive_chooses_what_is_less_work_for_the_batch():
+    all_different = [[90 + i, 71 - i, 50 + i, 30 - i, 10 + i, 5 - i] for i in range(4)]
     for T, rows, impl in (
         (256, [[64] * 4] * 8, "groups"),
         (512, [[300, 90, 70, 52]] * 8, "groups"),
-        (256, ever_others, "dense"),  # many calls for few scores
-        (32, [[16, 16]] * 8, "dense"),  # as of kept tokens: not worth looking
+        (256, all_different, "dense"),  # groups would need many calls for few scores
+        (32, [[16, 16]] * 8, "dense"),  # rows as short as kept tokens: not worth counting
     ):
         assert index_of(documents_of(T, rows), True, "adaptive").impl == impl
 
 
 def as_on_a_gpu(doc_ids: Tensor) -> Documents:
-    """What impl dense has of a batch that is not on a CPU."""
+    """Return what impl "dense" makes of a batch on a GPU."""
     return Documents("dense", True, (attention_mask(doc_ids, True), doc_ids < 0))
 
 
@@ -232,7 +232,7 @@ HEAVY = [pytest.param(of, marks=pytest.mark.slow) for of in ("triton", "dense on
 
 
 @pytest.mark.parametrize("of", ["groups", *HEAVY])
-def test_torch_compile_takes_it_whole_and_other_documents_are_not_compiled_again(of):
+def test_it_compiles_without_graph_breaks_and_once_for_all_documents(of):
     if of == "triton":
         needs_triton()
     dtype = torch.float32 if of == "triton" else torch.float64
@@ -250,7 +250,7 @@ def test_torch_compile_takes_it_whole_and_other_documents_are_not_compiled_again
     torch.compiler.reset()
 
 
-def test_the_operator_is_what_it_tells_the_compiler():
+def test_the_custom_operator_matches_its_declaration():
     q, k, v = inputs(TINY)[0].float().unbind(2)
     args = (q, k, v, *index_of(TINY, True, "groups").index, True, "groups")
     tests = ("test_schema", "test_faketensor")
@@ -258,7 +258,7 @@ def test_the_operator_is_what_it_tells_the_compiler():
 
 
 @pytest.mark.gpu
-def test_arrays_of_more_than_two_to_the_31_elements():
+def test_tensors_may_have_more_than_2_to_the_31_elements():
     needs_triton("cuda")
     if torch.cuda.mem_get_info()[0] < 45e9:
         pytest.skip("takes 45 GB of the GPU's memory")
@@ -267,7 +267,7 @@ def test_arrays_of_more_than_two_to_the_31_elements():
     documents = index_of(doc_ids, True, "triton")
     out = attention(*qkv.unbind(2), documents)
     (gradient,) = torch.autograd.grad(out.sum(), qkv)
-    last = qkv[-1:, -576:].detach().clone().requires_grad_()  # from a document's beginning on
+    last = qkv[-1:, -576:].detach().clone().requires_grad_()  # begins with a document
     alone = packed_attention.reference(*last.unbind(2), doc_ids[-1:, -576:], True)
     (gradient_alone,) = torch.autograd.grad(alone.sum(), last)
     torch.testing.assert_close(out[-1:, -500:], alone[:, -500:], rtol=2e-2, atol=2e-2)

@@ -1,4 +1,4 @@
-"""Rotary positions against their definition, a complex product, compiled or not.
+"""Rotary positions, compiled or not, against their definition, a complex product.
 
 python -m pytest -n 0 tests/test_kernels_rotary.py
 """
@@ -16,7 +16,7 @@ B, T, H, D = 2, 63, 3, 8
 
 
 def compiled(function, met: set[torch.dtype]):
-    """The function as one graph, run as it is; notes the dtypes in it, forward and backward."""
+    """Compile a function to one graph that runs as is; collect its dtypes, forward and backward."""
 
     def note(graph, inputs):
         values = [node.meta.get("val") for node in graph.graph.nodes]
@@ -35,7 +35,7 @@ def definition(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def queries(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """q (B, T, H, D) as attention has it, every third row of a product; positions; a gradient."""
+    """Draw q (B, T, H, D) as a slice of one tensor, as in attention; positions; a gradient."""
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(B, T, 3, H, D, generator=generator).to(dtype)
     positions = torch.randint(1024, (B, T), generator=generator)
@@ -44,8 +44,8 @@ def queries(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-def test_pairs_turn_as_complex_numbers_do_compiled_or_not(dtype):
-    """Cosines of float32 angles err by some 1e-4 at positions up to 1,023."""
+def test_pairs_turn_like_complex_numbers_compiled_or_not(dtype):
+    """Cosines of float32 angles have errors of about 1e-4 at positions up to 1,023."""
     torch.compiler.reset()
     dtypes_met = set()
     q, positions, above = queries(dtype)
@@ -61,5 +61,5 @@ def test_pairs_turn_as_complex_numbers_do_compiled_or_not(dtype):
         torch.testing.assert_close(of_compiled, ours, rtol=1e-6, atol=1e-6)
         allowed = 4 * ROUNDING[dtype]
         torch.testing.assert_close(ours.double(), expected.double(), rtol=0, atol=allowed)
-    assert (results[0][0] - q).abs().max() > 1, "otherwise nothing was turned"
+    assert (results[0][0] - q).abs().max() > 1, "control: nothing was turned"
     assert dtype in dtypes_met and not any(met.is_complex for met in dtypes_met)

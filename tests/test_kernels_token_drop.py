@@ -1,9 +1,9 @@
-"""Token dropping's copies against their definitions, forward and backward, in PyTorch and Triton.
+"""The copies of token dropping, in PyTorch and Triton, against their definitions.
 
-A copy has no rounding: every result is bitwise that of the definition, in every dtype. The truth of
-a gradient is autograd's, through torch.where or the definitions. On a machine without a GPU the
-Triton kernels run under its interpreter (conftest.py); what they compile to is read in
-test_ahead_of_time.py.
+Copies do not round, so every result must equal the definition's bit for bit, in every dtype. The
+true gradients are autograd's, through torch.where or through the definitions. Without a GPU the
+Triton kernels run in the interpreter (conftest.py); test_ahead_of_time.py checks what they compile
+to.
 
     python -m pytest -n 0 tests/test_kernels_token_drop.py
 """
@@ -14,7 +14,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import needs_triton, why_no_triton
+from conftest import needs_triton, refusal, why_no_triton
 
 from kernels import attention_tiles, cross_entropy, token_drop, triton_here
 from kernels.token_drop import merge, reference_gather, reference_scatter, split
@@ -23,7 +23,7 @@ assert_bitwise = partial(torch.testing.assert_close, rtol=0, atol=0)
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SMALL = (2, 63, 6, 20)  # B, T, C, K
-SHAPES = (  # several programs, also side by side; all kept, all but one, one
+SHAPES = (  # several programs of a kernel, also for one row; keep all, all but one, or one
     *((SMALL, dtype) for dtype in DTYPES),
     ((3, 1, 1, 1), torch.bfloat16),
     ((2, 63, 100, 63), torch.bfloat16),
@@ -46,7 +46,7 @@ def device(request, impl):
 
 
 def inputs(shape, dtype=torch.float32, device="cpu") -> tuple[torch.Tensor, ...]:
-    """x (B, T, C) and y (B, K, C) that want gradients, kept (B, K), and a gradient from above."""
+    """Draw x (B, T, C) and y (B, K, C), which require gradients, kept (B, K), and a gradient."""
     B, T, C, K = shape
     generator = torch.Generator().manual_seed(0)
     kept = torch.rand(B, T, generator=generator).topk(K, dim=1).indices.sort(dim=1).values
@@ -56,7 +56,7 @@ def inputs(shape, dtype=torch.float32, device="cpu") -> tuple[torch.Tensor, ...]
 
 
 def block(states: torch.Tensor) -> torch.Tensor:
-    """Stands for a layer: something with another gradient in every element."""
+    """Stand in for a layer, with a different derivative in every element."""
     return states + states.square() / 2
 
 
@@ -70,7 +70,7 @@ def layer_by_definition(x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
 
 
 def assert_as_defined(impl: str, x, kept, y, d) -> None:
-    """Each operation and all of its gradients, and that no input was changed."""
+    """Compare each operation and all its gradients, and assert that no input has changed."""
     before = [t.detach().clone() for t in (x, kept, y, d)]
     K = kept.shape[1]
     cases = (
@@ -78,16 +78,16 @@ def assert_as_defined(impl: str, x, kept, y, d) -> None:
         (merge(split(x, kept, impl)[1], kept, y, impl), reference_scatter(x, kept, y), (x, y), d),
         (layer(x, kept, impl), layer_by_definition(x, kept), (x,), d),
     )
-    for found, expected, leaves, above in cases:
-        assert found.is_contiguous()
-        assert_bitwise(found, expected)
-        gradients = [torch.autograd.grad(out, leaves, above) for out in (found, expected)]
+    for result, expected, leaves, above in cases:
+        assert result.is_contiguous()
+        assert_bitwise(result, expected)
+        gradients = [torch.autograd.grad(out, leaves, above) for out in (result, expected)]
         assert_bitwise(*gradients)
     assert_bitwise([x, kept, y, d], before)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), SHAPES)
-def test_every_operation_and_gradient_is_bitwise_the_definitions(impl, device, shape, dtype):
+def test_every_operation_and_gradient_equals_the_definition_bitwise(impl, device, shape, dtype):
     assert_as_defined(impl, *inputs(shape, dtype, device))
 
 
@@ -98,7 +98,7 @@ def test_every_subset_of_seven_positions(impl, device):
         assert_as_defined(impl, x, kept, y, d)
 
 
-STRIDES = (  # positions before rows, columns before positions, every other column
+STRIDES = (  # positions before rows in memory; columns before positions; every other column
     lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
     lambda t: t.mT.contiguous().mT,
     lambda t: t.repeat_interleave(2, dim=2)[:, :, ::2],
@@ -114,7 +114,7 @@ def test_inputs_and_gradients_need_not_be_contiguous(impl, device):
         assert_as_defined(impl, x, kept, y, strided(d))
 
 
-def test_worked_by_hand(impl, device):
+def test_a_layer_of_kept_tokens_equals_an_example_worked_by_hand(impl, device):
     x = torch.tensor([[[1.0], [2.0], [3.0], [4.0]]], device=device, requires_grad=True)
     kept = torch.tensor([[1, 3]], device=device)
     kept_states, rest = split(x, kept, impl)
@@ -124,14 +124,14 @@ def test_worked_by_hand(impl, device):
     assert rest.equal(x) and out.flatten().tolist() == dx.flatten().tolist() == [1, 20, 3, 40]
 
 
-def test_gradients_are_exact_whichever_parts_are_used(impl, device):
-    """x, a merge and each part of a split, alone and all in one loss. In float64, by torch.where"""
+def test_gradients_are_exact_whichever_results_are_used(impl, device):
+    """x, a merge and each part of a split, alone and together. The truth uses torch.where."""
     x, kept, y, d = inputs(SMALL, torch.float64, device)
     is_kept = reference_scatter(torch.zeros_like(x), kept, torch.ones_like(y)).bool()
     kept_states, rest = split(x, kept, impl)
-    alone = torch.where(is_kept, x.detach(), x)  # x without a gradient in its kept rows
+    alone = torch.where(is_kept, x.detach(), x)  # x, without gradients of kept tokens
     spread = reference_scatter(torch.zeros_like(x), kept, y)
-    losses = [  # and by the definition
+    losses = [  # (ours, the definition's)
         (merge(rest, kept, block(kept_states), impl) * d, torch.where(is_kept, block(x), x) * d),
         (merge(rest, kept, y, impl) * d, torch.where(is_kept, spread, x) * d),
         (merge(rest, kept, y.detach(), impl) * d, torch.where(is_kept, spread.detach(), x) * d),
@@ -139,15 +139,15 @@ def test_gradients_are_exact_whichever_parts_are_used(impl, device):
         (rest.cos(), alone.cos()),
         (x * x, x * x),
     ]
-    losses = [(found.sum(), expected.sum()) for found, expected in losses]
+    losses = [(result.sum(), expected.sum()) for result, expected in losses]
     losses.append(tuple(map(sum, zip(*losses, strict=True))))
     grad = partial(torch.autograd.grad, inputs=(x, y), retain_graph=True, materialize_grads=True)
-    for found, expected in losses:
-        torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(grad(found), grad(expected), rtol=1e-12, atol=1e-12)
+    for result, expected in losses:
+        torch.testing.assert_close(result, expected)
+        torch.testing.assert_close(grad(result), grad(expected), rtol=1e-12, atol=1e-12)
 
 
-def test_x_and_rest_share_memory_and_changing_either_before_the_merge_is_an_error(impl, device):
+def test_changing_x_or_rest_in_place_before_the_merge_is_an_error(impl, device):
     leaf, kept, _, _ = inputs(SMALL, device=device)
     for changed in (0, 1):
         x = leaf.clone()
@@ -159,29 +159,28 @@ def test_x_and_rest_share_memory_and_changing_either_before_the_merge_is_an_erro
 
 
 @pytest.mark.parametrize("kernels", [attention_tiles, cross_entropy, token_drop])
-def test_kernels_are_refused_where_they_cannot_run(monkeypatch, kernels):
-    """Without Triton a file is imported all the same."""
+def test_without_triton_files_of_kernels_import_and_triton_is_refused(monkeypatch, kernels):
     monkeypatch.setattr(triton_here, "triton", None)
     spec = importlib.util.spec_from_file_location("without_triton", kernels.__file__)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.triton is None
-    with pytest.raises(ValueError, match="Triton is not installed here, choose another"):
-        triton_here.check_impl("triton", token_drop.IMPLS, "cuda")
+    message = refusal(triton_here.check_impl, "triton", token_drop.IMPLS, "cuda")
+    assert "Triton is not installed here, choose another" in message
 
 
-def test_torch_compile_takes_a_layer_whole():
+def test_a_layer_compiles_without_graph_breaks():
     impl = "torch" if why_no_triton("cpu", loops=False) else "triton"
     x, kept, _, d = inputs(SMALL)
     torch.compiler.reset()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    found, expected = compiled(x, kept, impl), layer(x, kept, impl)
-    assert_bitwise(found, expected)
-    assert_bitwise(torch.autograd.grad(found, x, d), torch.autograd.grad(expected, x, d))
+    result, expected = compiled(x, kept, impl), layer(x, kept, impl)
+    assert_bitwise(result, expected)
+    assert_bitwise(torch.autograd.grad(result, x, d), torch.autograd.grad(expected, x, d))
 
 
 @pytest.mark.gpu
-def test_arrays_of_more_than_two_to_the_31_elements():
+def test_tensors_may_have_more_than_2_to_the_31_elements():
     B, T, C, K = 3, 1 << 20, 1024, 1 << 19
     if torch.cuda.mem_get_info()[0] < 30e9:
         pytest.skip("takes 30 GB of the GPU's memory")
@@ -190,7 +189,7 @@ def test_arrays_of_more_than_two_to_the_31_elements():
     kept = torch.rand(B, T, device="cuda").topk(K, dim=1).indices.sort(dim=1).values
     y, rest = split(x, kept, "triton")
     out = merge(rest, kept, y.neg_(), "triton")
-    for b in range(B):  # the definition, of a row at a time
+    for b in range(B):  # the definition, one row at a time
         row = slice(b, b + 1)
         assert y[row].equal(-reference_gather(x[row], kept[row]))
         assert out[row].equal(reference_scatter(x[row], kept[row], y[row]))

@@ -1,4 +1,4 @@
-"""The code of docs/library.md: it runs, packs without a leak, and drops what train.py drops."""
+"""The code of docs/library.md runs, packs without leaks, and drops the tokens train.py drops."""
 
 import re
 import sys
@@ -33,7 +33,7 @@ def code_of(monkeypatch):
     return names
 
 
-def test_a_run_is_loaded_and_writes(run_of, tmp_path, monkeypatch, code_of):
+def test_a_run_is_loaded_and_generates_text(run_of, tmp_path, monkeypatch, code_of):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/gpt-nano-1").symlink_to(run_of())
@@ -42,7 +42,8 @@ def test_a_run_is_loaded_and_writes(run_of, tmp_path, monkeypatch, code_of):
     assert ran.logits.shape[:2] == ran.states.shape[:2] == ran.tokens.shape
 
 
-def test_rows_packed_elsewhere_have_the_losses_of_their_documents_and_none_leaks(code_of):
+def test_rows_packed_by_the_page_have_the_losses_of_their_documents(code_of):
+    """Its leak check reports no leak with our mask, and all of them without."""
     packed_rows = code_of("packed_rows.py").packed_rows
     code_of("leak_check.py")
     ours = code_of("check_ours.py")
@@ -54,8 +55,8 @@ def test_rows_packed_elsewhere_have_the_losses_of_their_documents_and_none_leaks
     torch.testing.assert_close(model(packed), alone)
 
 
-class Alone(nn.Module):
-    """A block as nanoGPT calls it, with its input alone."""
+class InputOnly(nn.Module):
+    """A block that is called as nanoGPT calls it, with only its input."""
 
     def __init__(self, block):
         super().__init__()
@@ -65,13 +66,13 @@ class Alone(nn.Module):
         return self.block(x, TokenMeta(torch.arange(x.shape[1])[None], None, causal=True))
 
 
-def test_a_trainer_with_the_pages_token_dropping_has_our_losses(code_of):
+def test_the_pages_token_dropping_computes_what_ours_does(code_of):
     flags = "--ltd --ltd-start 8 --ltd-pace linear --ltd-multiple 4 --layers 5 --pos learned"
     shape = "--heads 2 --width 16 --seq-len 32 --batch-tokens 128 --seed 7"
     settings = config.build(config.parse(f"{flags} {shape} --ltd-steps 8".split()))
     ours = widened(Transformer(config.transformer_config(settings, vocab_size=64))).train()
     tokens = torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(1))
-    theirs = nn.ModuleList(map(Alone, ours.h))
+    theirs = nn.ModuleList(map(InputOnly, ours.h))
     names = list(theirs.state_dict())
     dropping = code_of("token_dropping.py").TokenDropping(theirs, seed=7)
     for step, first_row in ((1, 0), (4, 4), (9, 0)):
@@ -79,13 +80,13 @@ def test_a_trainer_with_the_pages_token_dropping_has_our_losses(code_of):
         context = StepContext(7, step, 0.0, seq_len=32, layers=5)
         rows = torch.arange(first_row, first_row + 4)
         run = ltd.wrap_block(ours.run_block, settings.ltd, context, rows, batch)
-        wanted = ours.hidden_states(tokens, run_block=run)
+        expected = ours.hidden_states(tokens, run_block=run)
         keep = ltd.kept_tokens(step - 1, over=8, start=8, seq_len=32, multiple=4)
         dropping.begin(step, keep, first_row)
         x = ours.wte(tokens) + ours.wpe(torch.arange(32))
         for block in theirs:
             x = block(x)
-        assert torch.equal(ours.ln_f(x), wanted), (step, keep)
+        assert torch.equal(ours.ln_f(x), expected), (step, keep)
     assert list(theirs.state_dict()) == names
     theirs.eval()
     dropping.begin(1, 8)

@@ -1,4 +1,4 @@
-"""Token dropping: the draw, the block on kept tokens, causality, the schedule, the accounting."""
+"""Token dropping: draws, blocks on kept tokens, causality, the schedule, the accounting."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ IN_24 = "--ltd --seq-len 24 --batch-tokens 72 --layers 4"
 
 
 def wrapped(settings, inputs, first=0, context=CONTEXT, inner=run_plain):
-    """The block runner of a micro-batch that begins at this row of all ranks' rows."""
+    """Return the block runner of a micro-batch whose first row has number `first` on all ranks."""
     rows = torch.arange(first, first + len(inputs.tokens))
     return ltd.wrap_block(inner, settings.ltd, context, rows, inputs)
 
@@ -41,16 +41,16 @@ def random_bits(*shape, seed=0):
 
 
 def dropping(keep: int, inputs: Batch):
-    """The run_block of a micro-batch whose layers 1 and 2 keep `keep` of 24 tokens."""
+    """Return a block runner with which layers 1 and 2 keep `keep` of 24 tokens."""
     bits = CONTEXT.bits("ltd", (1, 2), torch.arange(len(inputs.tokens)), 24)
     kept = ltd.draw(keep, bits, None if inputs.doc_ids is None else inputs.doc_ids < 0)
     return ltd.drop_tokens({1: kept[0], 2: kept[1]}, run_plain)
 
 
-# The draw
+# Draws
 
 
-def test_draw_worked_example():
+def test_a_draw_equals_a_worked_example():
     assert ltd.draw(2, torch.tensor([[1, 9, 5, 7]])).tolist() == [[1, 3]]
     padding = torch.tensor([[False, True, False, True]])
     assert ltd.draw(2, torch.tensor([[1, 9, 5, 7]]), padding).tolist() == [[0, 2]]
@@ -58,7 +58,7 @@ def test_draw_worked_example():
 
 
 @given(st.integers(1, 24), st.integers(0, 99), st.sets(st.integers(0, 23)))
-def test_a_draw_is_sorted_and_unique_and_takes_real_tokens_first(keep, seed, padded):
+def test_draws_are_sorted_and_unique_and_keep_real_tokens_first(keep, seed, padded):
     padding = torch.tensor([[t in padded for t in range(24)]])
     kept = ltd.draw(keep, random_bits(64, 24, seed=seed), padding)
     assert kept.shape == (64, keep)
@@ -66,14 +66,14 @@ def test_a_draw_is_sorted_and_unique_and_takes_real_tokens_first(keep, seed, pad
     real = (~padding).expand(64, -1).gather(1, kept).sum(1)
     assert (real == min(keep, 24 - len(padded))).all()
     if 1 < keep < 23 and not padded:
-        assert len({tuple(row) for row in kept.tolist()}) > 30, "rows drew the same subset"
+        assert len({tuple(row) for row in kept.tolist()}) > 30, "rows draw the same subset"
 
 
-N = 4000  # rows; a share of 1/4 has a standard deviation of 0.0068
+N = 4000  # rows, over which a share of 1/4 has a standard deviation of 0.0068
 
 
 def drawn(flags="", step=1, rows=N, seed=7) -> torch.Tensor:
-    """(layers, rows, 24) bool: which tokens a run with --ltd-start 6 keeps."""
+    """Return which tokens a run with --ltd-start 6 keeps, as (layers, rows, 24) bool."""
     settings = settings_of(f"--layers 6 --ltd --ltd-start 6 --seq-len 24 --batch-tokens 24 {flags}")
     tokens = torch.zeros(rows, 24, dtype=torch.int64)
     context = StepContext(seed, step, progress=0.0, seq_len=24, layers=6)
@@ -83,21 +83,21 @@ def drawn(flags="", step=1, rows=N, seed=7) -> torch.Tensor:
     return torch.zeros(len(kept), rows, 24, dtype=torch.bool).scatter(2, kept, True)
 
 
-def test_positions_are_kept_equally_often_and_layers_rows_and_steps_draw_independently():
-    """Two independent draws of 6 among 24 agree on 6 * 6 / 24 = 1.5 tokens, on average."""
+def test_draws_are_uniform_and_independent_between_layers_rows_and_steps():
+    """Two independent draws of 6 out of 24 share 6 * 6 / 24 = 1.5 tokens on average."""
     first, second = drawn().float(), drawn(step=2).float()
     assert (first.mean(1) - 0.25).abs().max() < 5 * 0.0068
     pairs = {"layers": (first[0], first[-1]), "steps": (first[0], second[0])}
     for name, (a, b) in {**pairs, "rows": (first[0, 1:], first[0, :-1])}.items():
         both = (a * b).sum(1)
         assert abs(both.mean() - 1.5) < 5 * both.std() / N**0.5, name
-        assert (both == 0).sum() > 0.1 * N, f"{name}: hypergeometric, 13.8 % have none in common"
+        assert (both == 0).sum() > 0.1 * N, f"{name}: 13.8 % should share none (hypergeometric)"
     bypass = drawn("--ltd-mode bypass")
-    assert (bypass == first[0].bool()).all(), "drawn once for all layers, as for the first"
+    assert (bypass == first[0].bool()).all(), "one draw for all layers, that of the first"
 
 
-def test_the_picture_in_the_docs_is_a_draw():
-    """24 tokens, 6 layers that keep 6: the first row of the first step of seed 1337."""
+def test_the_picture_in_the_docs_is_a_real_draw():
+    """Of 24 tokens, middle layers keep 6: the first row of the first step with seed 1337."""
     kept = [[True] * 24, *drawn(rows=1, seed=1337)[:, 0].tolist(), [True] * 24]
     rows = (" ".join("█" if seen else "·" for seen in row) for row in kept)
     lines = [f"layer {layer}  {row}" for layer, row in enumerate(rows)]
@@ -105,24 +105,24 @@ def test_the_picture_in_the_docs_is_a_draw():
     assert "\n".join(reversed(lines)) in page
 
 
-# The layer
+# Layers
 
 
 @pytest.mark.parametrize("packed, kind, pos", [(0, "gpt", "rope"), (1, "bert", "learned")])
-def test_keeping_all_is_bitwise_the_plain_model(packed, kind, pos):
+def test_keeping_all_tokens_equals_the_plain_model_bitwise(packed, kind, pos):
     model, inputs = small(pos, kind, dtype=torch.float32), batch(packed)
-    whole, found = torch.arange(24).expand(3, -1), []
+    whole, result = torch.arange(24).expand(3, -1), []
     for run_block in (run_plain, ltd.drop_tokens({1: whole, 2: whole}, run_plain)):
         loss = model(inputs, run_block=run_block)
-        found.append([loss, *torch.autograd.grad(loss, [*model.parameters()])])
-    assert all(map(torch.equal, *found)), "the loss, and every gradient"
+        result.append([loss, *torch.autograd.grad(loss, [*model.parameters()])])
+    assert all(map(torch.equal, *result)), "the loss, and every gradient"
 
 
 BY_FLAGS = [("--ltd-mode bypass", [24, 10, 10, 24]), ("--ltd-layers 2-3,0,3", [10, 24, 10, 10])]
 
 
 @pytest.mark.parametrize("flags, tokens", BY_FLAGS)
-def test_which_layers_see_every_token(flags, tokens):
+def test_the_flags_choose_the_layers_that_drop_tokens(flags, tokens):
     settings = settings_of(f"{IN_24} --ltd-start 10 {flags}")
     seen, inputs = {}, batch(False)
 
@@ -132,12 +132,12 @@ def test_which_layers_see_every_token(flags, tokens):
 
     small()(inputs, run_block=wrapped(settings, inputs, inner=spy))
     assert [seen[layer] for layer in range(4)] == tokens
-    assert tokens_by_layer(settings, CONTEXT, 24) == tokens, "what runs is what is counted"
+    assert tokens_by_layer(settings, CONTEXT, 24) == tokens, "the clock counts what runs"
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_no_position_sees_a_later_one_through_all_layers(packed):
-    """Negative control: an unsorted draw, whose triangle lets early positions see later ones."""
+def test_no_position_depends_on_a_later_one(packed):
+    """Negative control: an unsorted draw, whose causal mask lets positions see later ones."""
     model, inputs = small(), batch(packed, B=1)
 
     def is_seen(later, run_block):
@@ -154,8 +154,8 @@ def test_no_position_sees_a_later_one_through_all_layers(packed):
     assert is_seen(19, ltd.drop_tokens({1: unsorted, 2: unsorted}, run_plain))
 
 
-def test_a_rank_drops_what_one_process_drops():
-    """Ranks and micro-batches draw the same for a row, by its number among all ranks' rows."""
+def test_a_draw_does_not_depend_on_ranks_or_micro_batches():
+    """It is a function of the row's number among the rows of all ranks."""
     settings = settings_of(f"{IN_24} --ltd-start 9")
     model, inputs = small(), batch(True)
 
@@ -170,10 +170,10 @@ def test_a_rank_drops_what_one_process_drops():
     assert not torch.allclose(states(inputs, 2**40), whole), "row numbers may be above 2^32"
 
 
-# The schedule and what it costs
+# The schedule and the accounting
 
 
-def test_schedule_worked_examples():
+def test_schedules_equal_worked_examples():
     assert ltd.kept_tokens(0.35, 0.7, 64, 256) == 160
     by_16 = [ltd.kept_tokens(t, 4, 100, 197, multiple=16) for t in range(6)]
     assert by_16 == [100, 116, 148, 164, 197, 197]
@@ -189,7 +189,7 @@ def test_schedule_worked_examples():
     kind=st.sampled_from(ltd.PACES),
     multiple=st.integers(1, 40),
 )
-def test_schedule_stays_in_range_and_never_falls(start, more, over, times, kind, multiple):
+def test_schedules_stay_in_range_and_never_fall(start, more, over, times, kind, multiple):
     end = start + more
     first, second, last = (
         ltd.kept_tokens(t, over, start, end, kind, multiple) for t in (*times, over)
@@ -198,7 +198,7 @@ def test_schedule_stays_in_range_and_never_falls(start, more, over, times, kind,
     assert (first - start) % multiple == 0 or first == end
 
 
-def test_the_schedule_follows_steps_or_the_clock():
+def test_the_schedule_follows_the_clock_or_steps():
     by_clock, by_steps = (
         settings_of(f"--ltd --ltd-start 64 --ltd-pace linear --ltd-multiple 64 {flags}")
         for flags in ("--ltd-share 0.5", "--ltd-steps 101")
@@ -212,10 +212,11 @@ PUBLISHED = [(12, 2, 1344, 2_148_032), (24, 1, 1373, 2_147_024), (24, 2, 1374, 2
 
 
 @pytest.mark.parametrize("layers, at_once, micro_batches, tokens", PUBLISHED)
-def test_published_runs_end_where_their_logs_end(layers, at_once, micro_batches, tokens):
-    """GPT-2 on PTB, DeepSpeed's data-efficiency tutorial: 2 rows of 1,024 a micro-batch, 2 a step.
+def test_published_runs_consume_their_logged_tokens(layers, at_once, micro_batches, tokens):
+    """GPT-2 on PTB, DeepSpeed's data-efficiency tutorial: steps of two micro-batches, each of 2
+    rows of 1,024 tokens.
 
-    The tutorial's runs look at their budget after every micro-batch, train.py after whole steps.
+    DeepSpeed checks the budget after every micro-batch (at_once = 1), train.py after whole steps.
     """
     flags = "--ltd --ltd-start 128 --ltd-pace linear --ltd-multiple 8 --ltd-steps 400 --size 350M"
     settings = settings_of(f"{flags} --layers {layers} --batch-tokens 4096 --tokens 2146304")
@@ -228,16 +229,16 @@ def test_published_runs_end_where_their_logs_end(layers, at_once, micro_batches,
     assert (done, consumed) == (micro_batches, tokens)
 
 
-def test_the_papers_long_run_makes_as_many_steps_as_they_say():
+def test_the_papers_long_run_makes_the_published_number_of_steps():
     """GPT-3 1.3B, arXiv 2212.03597: 300 B tokens, 512 rows a step, 128 to 2,048 in 200 K steps."""
     kept = (ltd.kept_tokens(t, 200_000, 128, 2048, multiple=16) for t in range(200_000))
     consumed = sum(512 * ((2 * 2048 + 22 * n) // 24) for n in kept)
     assert 200_000 + -(-(300 * 10**9 - consumed) // (512 * 2048)) == 372_789
 
 
-def test_tokens_by_layer_worked_example():
+def test_tokens_by_layer_equal_a_worked_example():
     settings = settings_of("--layers 6 --ltd --ltd-start 128")
     context = StepContext(seed=1, step=1, progress=0.0, seq_len=256, layers=6)
     assert ltd.tokens_by_layer(settings.ltd, context, [256] * 6) == [256, 128, 128, 128, 128, 256]
     short = ltd.tokens_by_layer(settings.ltd, context, [64] * 6)
-    assert short == [64] * 6, "rows of at most K tokens run whole"
+    assert short == [64] * 6, "rows of at most K tokens drop none"

@@ -1,7 +1,7 @@
-"""What people really do wrong ends in one line that names it, with exit status 2.
+"""Common mistakes end in one line that names the mistake, with exit status 2.
 
-Each case is a command as it is typed; S is a store, R a run of two steps. Other errors may be
-Python's own exception and status 1, but no command goes on with what is damaged.
+Each case is a command line; S is a store, R a run of two steps. Other errors may end in a traceback
+and status 1, but no command continues with damaged files.
 """
 
 import importlib
@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL, names, refusal_of
+from conftest import SMALL, command_error, names
 
 TRAIN = f"train {SMALL} --data S --out new"
-CASES = {  # the command -> what its line says
+CASES = {  # command -> part of its message
     # flags
     "train --colour red": "unrecognized arguments: --colour red (see --help)",
     "train --layer 3": "unrecognized arguments: --layer 3",
@@ -95,15 +95,15 @@ def place(store_dir, run_of, tmp_path_factory):
 
 
 @pytest.mark.parametrize("line", CASES)
-def test_one_line_and_status_2(line, place, monkeypatch, capsys):
+def test_a_mistake_is_one_line_and_status_2_and_writes_nothing(line, place, monkeypatch, capsys):
     if "cuda" in line and torch.cuda.is_available():
-        pytest.skip("there is a GPU here")
+        pytest.skip("this machine has a GPU")
     monkeypatch.chdir(place)
     before = {path: path.stat().st_mtime_ns for path in Path().rglob("*") if path.is_file()}
     command, *flags = line.split()
     main = importlib.import_module(command).main
-    said = refusal_of(main, [f"{command}.py", *flags], monkeypatch, capsys)
-    assert CASES[line] in said, said
+    message = command_error(main, [f"{command}.py", *flags], monkeypatch, capsys)
+    assert CASES[line] in message, message
     after = {path: path.stat().st_mtime_ns for path in Path().rglob("*") if path.is_file()}
-    assert after == before, "nothing is written"
+    assert after == before, "a file was changed"
     assert "new" not in names(place)

@@ -1,7 +1,7 @@
-"""What the techniques rely on: the mask, packed rows, kept tokens, names.
+"""What the techniques rely on: the loss, the mask, packed rows, kept tokens.
 
-The models are tiny, in float64, and their weights are drawn ten times wider than at initialisation:
-with the published 0.02 attention is nearly uniform, and a wrong mask or position would hardly show.
+The models are tiny, in float64, with weights ten times wider than at initialisation: with the
+published 0.02, attention is nearly uniform and a wrong mask or position would hardly show.
 
     python -m pytest tests/test_model.py
 """
@@ -29,7 +29,7 @@ SEQ_LEN, VOCAB = 24, 50
 
 
 def started(kind: str, **changes) -> Transformer:
-    """A model as its initialisation leaves it."""
+    """Return a model with its initial weights."""
     shape = dict(layers=3, heads=2, width=16, mlp_width=32, seq_len=SEQ_LEN, vocab_size=VOCAB)
     shape |= dict(nsp=kind == "bert of pairs") | (LLAMA if kind == "llama" else {}) | changes
     torch.manual_seed(0)
@@ -50,25 +50,25 @@ def assert_close(result: Tensor, expected: Tensor) -> None:
 
 
 def gradients(loss: Tensor, model: Transformer) -> dict[str, Tensor]:
-    """What the loss adds to each parameter's gradient; zeros where it does not depend on it."""
+    """Return the gradient of each parameter; zeros if the loss does not depend on it."""
     named = dict(model.named_parameters())
     by_name = torch.autograd.grad(loss, named.values(), retain_graph=True, materialize_grads=True)
     return dict(zip(named, by_name, strict=True))
 
 
 def assert_same_loss(loss: Tensor, expected: Tensor, model: Transformer) -> None:
-    """And the same gradients."""
+    """Assert that losses and all gradients are the same."""
     assert_close(loss, expected)
-    wanted = gradients(expected, model)
+    of_expected = gradients(expected, model)
     for name, gradient in gradients(loss, model).items():
-        assert_close(gradient, wanted[name])
+        assert_close(gradient, of_expected[name])
 
 
 # The loss
 
 
 @pytest.mark.parametrize("kind, pos", KINDS)
-def test_a_models_losses_and_gradients_are_those_of_its_logits(monkeypatch, kind, pos):
+def test_losses_and_gradients_equal_those_of_the_logits(monkeypatch, kind, pos):
     monkeypatch.setattr(cross_entropy, "chunk_rows", lambda V, device: 5)
     model = tiny(kind, pos)
     tokens, targets = torch.randint(VOCAB, (2, 3, SEQ_LEN)).unbind()  # (B, T)
@@ -83,13 +83,13 @@ def test_a_models_losses_and_gradients_are_those_of_its_logits(monkeypatch, kind
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_the_loss_of_a_bert_of_pairs_is_that_of_its_tokens_and_of_its_answers(whole):
-    """Each [CLS] with a target is asked once, and its target is no token; by the equations."""
+def test_the_loss_of_a_bert_with_pairs_is_that_of_tokens_plus_that_of_answers(whole):
+    """The target of a [CLS] is an answer, not a token. The expected loss follows the equations."""
     model = tiny("bert of pairs")
     batch, _ = lay(documents(), ROWS)
     tokens, targets, positions, doc_ids = batch
     cls = (positions == 0) & (doc_ids >= 0)
-    if whole:  # rows of one document, for which a batch has no metadata
+    if whole:  # rows of one document, whose batch has no positions and no doc_ids
         cls = torch.zeros_like(cls).index_fill(1, torch.tensor(0), True)
         batch = (tokens, targets.masked_fill_(cls, 1), None, None)
         positions = doc_ids = None
@@ -110,8 +110,8 @@ def test_the_loss_of_a_bert_of_pairs_is_that_of_its_tokens_and_of_its_answers(wh
 
 
 @pytest.mark.parametrize("kind, pos", WITH_PAIRS)
-def test_a_batch_without_targets_costs_nothing(kind, pos):
-    """Also blank rows, as a rank gets where rows are fewer than ranks: no NaN."""
+def test_a_batch_without_targets_has_loss_0_and_no_nan(kind, pos):
+    """Also blank rows, which a rank gets if there are fewer rows than ranks."""
     model = tiny(kind, pos)
     tokens, nothing = torch.randint(VOCAB, (2, SEQ_LEN)), torch.full((2, SEQ_LEN), IGNORE)
     blank = (tokens, nothing, torch.zeros_like(tokens), torch.full_like(tokens, -1))
@@ -127,7 +127,7 @@ def test_a_batch_without_targets_costs_nothing(kind, pos):
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(-1, 3), min_size=1, max_size=12))
-def test_attention_mask_properties(row):
+def test_the_attention_mask_allows_the_same_document_and_itself(row):
     doc_ids = torch.tensor([row, row[::-1]])
     T = len(row)
     both_ways, causal = attention_mask(doc_ids, False), attention_mask(doc_ids, True)
@@ -137,28 +137,30 @@ def test_attention_mask_properties(row):
         assert both_ways[b, 0, i, j] == (same or i == j)
 
 
-# Packed rows are the documents, each alone
+# Packed rows equal their documents, each in a row of its own
 
 LENGTHS = [5, 1, 9, 3, 12, 7, 2]
-ROWS = [[4, 0, 1], [2, 3, 6], [5]]  # which documents lie in which row, in what order
+ROWS = [[4, 0, 1], [2, 3, 6], [5]]  # the documents in each row
 T_PACKED = 20
 
 
 def documents() -> list[tuple[Tensor, Tensor]]:
-    """Tokens and targets of each document; a third of the targets do not count."""
+    """Draw tokens and targets of each document; a third of the targets are ignored."""
     generator = torch.Generator().manual_seed(1)
     drawn = []
     for length in LENGTHS:
         tokens, targets = torch.randint(VOCAB, (2, length), generator=generator)
-        targets[0] %= 2  # an answer, where there are pairs
+        targets[0] %= 2  # the answer, of a BERT with pairs
         targets[torch.rand(length, generator=generator) < 1 / 3] = IGNORE
         drawn.append((tokens, targets))
     return drawn
 
 
 def lay(docs: list, rows: list[list[int]]) -> tuple[tuple, dict]:
-    """Documents side by side in rows: the batch, and where each document went as (row, slice)."""
-    tokens = torch.randint(VOCAB, (len(rows), T_PACKED))  # padding holds anything at all
+    """Lay documents in rows; return the batch, and the place of each document as (row, slice)."""
+    tokens = torch.randint(
+        VOCAB, (len(rows), T_PACKED)
+    )  # also in the padding, which must not count
     targets = torch.full_like(tokens, IGNORE)
     positions = torch.zeros_like(tokens)
     doc_ids = torch.full_like(tokens, -1)
@@ -176,7 +178,7 @@ def lay(docs: list, rows: list[list[int]]) -> tuple[tuple, dict]:
 
 @torch.no_grad()
 def is_unpacked(model: Transformer, batch: tuple, places: dict) -> bool:
-    """Whether each document's logits are those of one row that is the document, without a mask."""
+    """Return whether every document has the logits that it has alone, in a row without a mask."""
     tokens, _, positions, doc_ids = batch
     packed, errors = model.logits(tokens, positions, doc_ids), []
     for doc, (tokens, _) in enumerate(documents()):
@@ -188,7 +190,7 @@ def is_unpacked(model: Transformer, batch: tuple, places: dict) -> bool:
 
 @pytest.mark.parametrize("impl", ["dense", "groups"])
 @pytest.mark.parametrize("kind, pos", WITH_PAIRS)
-def test_packed_equals_unpacked(monkeypatch, kind, pos, impl):
+def test_packed_equals_unpacked_in_logits_loss_and_gradients(monkeypatch, kind, pos, impl):
     monkeypatch.setattr("model.chosen_impl", lambda *_: impl)
     model, docs = tiny(kind, pos), documents()
     batch, places = lay(docs, ROWS)
@@ -197,13 +199,13 @@ def test_packed_equals_unpacked(monkeypatch, kind, pos, impl):
     assert_same_loss(model(batch), alone, model)
 
 
-def test_packed_rows_are_dense_while_attention_drops_and_groups_when_compiled(monkeypatch):
+def test_attention_is_dense_with_dropout_and_in_groups_when_compiled(monkeypatch):
     model, asked = tiny(dropout=0.1), []
     batch, places = lay(documents(), ROWS)
     assert model.attention_impl(model.wte.weight) == "dense" and model(batch).isfinite()
     assert model.eval().attention_impl(model.wte.weight) == "adaptive"
     assert is_unpacked(model, batch, places)
-    model.h[0]._compiled_call_impl = model.h[0].forward  # as Module.compile leaves it
+    model.h[0]._compiled_call_impl = model.h[0].forward  # set by Module.compile
     assert model.attention_impl(model.wte.weight) == "groups"
     monkeypatch.setattr("model.chosen_impl", lambda _, dtype, *more: asked.append(dtype))
     with torch.autocast("cpu", torch.bfloat16):
@@ -212,8 +214,8 @@ def test_packed_rows_are_dense_while_attention_drops_and_groups_when_compiled(mo
 
 
 @pytest.mark.parametrize("kind, pos", KINDS)
-def test_without_the_mask_or_the_restart_packed_is_not_unpacked(kind, pos):
-    """Rotary positions, which tell distances alone, need no restart."""
+def test_packed_equals_unpacked_only_with_the_mask_and_restarted_positions(kind, pos):
+    """Rotary positions need no restart, because only distances count."""
     (tokens, targets, positions, doc_ids), places = lay(documents(), ROWS)
     one_document = (tokens, targets, positions, torch.zeros_like(doc_ids))
     assert not is_unpacked(tiny(kind, pos), one_document, places)
@@ -222,7 +224,7 @@ def test_without_the_mask_or_the_restart_packed_is_not_unpacked(kind, pos):
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("kind, pos", KINDS)
-def test_a_position_depends_on_what_the_mask_lets_it_see_and_on_nothing_else(kind, pos, packed):
+def test_a_position_depends_exactly_on_what_the_mask_allows(kind, pos, packed):
     model, embedded = tiny(kind, pos), []
     model.wte.register_forward_hook(lambda module, inputs, output: embedded.append(output))
     (tokens, _, positions, doc_ids), _ = lay(documents(), ROWS[:1])
@@ -236,7 +238,7 @@ def test_a_position_depends_on_what_the_mask_lets_it_see_and_on_nothing_else(kin
     for place in range(T_PACKED):
         score = logits[0, place].square().sum()
         (gradient,) = torch.autograd.grad(score, embedded[0], retain_graph=True)
-        assert gradient[0].any(dim=1).equal(visible[place])  # exactly 0 where it may not look
+        assert gradient[0].any(dim=1).equal(visible[place])  # exactly 0 elsewhere
 
 
 # Kept tokens
@@ -244,7 +246,7 @@ def test_a_position_depends_on_what_the_mask_lets_it_see_and_on_nothing_else(kin
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("kind, pos", KINDS)
-def test_a_layer_of_kept_tokens_is_a_full_layer_that_looks_at_kept_keys_alone(kind, pos, packed):
+def test_a_layer_of_kept_tokens_equals_a_full_layer_that_masks_other_keys(kind, pos, packed):
     model = tiny(kind, pos)
     (tokens, _, positions, doc_ids), _ = lay(documents(), ROWS)
     B, T = tokens.shape
@@ -255,9 +257,9 @@ def test_a_layer_of_kept_tokens_is_a_full_layer_that_looks_at_kept_keys_alone(ki
     kept = torch.stack([torch.randperm(T)[:11].sort().values for _ in range(B)])  # (B, K)
     x = torch.randn(B, T, 16, dtype=torch.float64)
 
-    taken = meta.take(kept)
+    kept_meta = meta.take(kept)
     x_kept = x.gather(1, kept[:, :, None].expand(-1, -1, 16))  # (B, K, C)
-    result = model.h[1](x_kept, taken)
+    result = model.h[1](x_kept, kept_meta)
 
     is_kept = torch.zeros(B, T, dtype=torch.bool).scatter_(1, kept, True)
     ids = torch.zeros(B, T, dtype=torch.int64) if doc_ids is None else doc_ids
@@ -267,14 +269,14 @@ def test_a_layer_of_kept_tokens_is_a_full_layer_that_looks_at_kept_keys_alone(ki
     full.documents = full.documents._replace(index=(mask.masked_fill(dropped, -math.inf),))
     expected = model.h[1](x, full)[is_kept].view(B, 11, 16)
     assert_close(result, expected)
-    assert taken.positions.equal(positions.expand(B, T)[is_kept].view(B, 11))
-    assert (taken.documents is None) == (doc_ids is None)
+    assert kept_meta.positions.equal(positions.expand(B, T)[is_kept].view(B, 11))
+    assert (kept_meta.documents is None) == (doc_ids is None)
 
 
-# Sizes, refusals
+# Parts of the model, refusals
 
 
-def test_dropout_is_for_training_alone():
+def test_dropout_acts_only_in_training_and_adds_no_parameters():
     model, dropped = tiny(), tiny(dropout=0.5)
     tokens = torch.randint(VOCAB, (2, SEQ_LEN))
     assert model.state_dict().keys() == dropped.state_dict().keys()
@@ -282,7 +284,7 @@ def test_dropout_is_for_training_alone():
     assert dropped.eval().logits(tokens).equal(model.logits(tokens))
 
 
-def test_a_llamas_norm_and_mlp_by_hand_and_keys_that_queries_share():
+def test_a_llamas_norm_and_mlp_follow_the_equations_and_queries_share_keys():
     model, x = tiny("llama", "rope"), torch.randn(2, 5, 16, dtype=torch.float64)
     block = model.h[0]
     size = (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
@@ -290,7 +292,7 @@ def test_a_llamas_norm_and_mlp_by_hand_and_keys_that_queries_share():
     assert started("bert", norm="rmsnorm").ln_f.eps == 1e-5 != started("bert").ln_f.eps
     gate, up = (x @ block.mlp.c_fc.weight.T).split(32, dim=-1)
     assert_close(block.mlp(x), (gate / (1 + (-gate).exp()) * up) @ block.mlp.c_proj.weight.T)
-    wider = tiny("llama", "rope", kv_heads=2)  # each query has the same keys for itself
+    wider = tiny("llama", "rope", kv_heads=2)  # with a copy of the shared keys for each query head
     weights = model.state_dict()
     for name in (name for name in weights if name.endswith("c_attn.weight")):
         q, k, v = weights[name].split((16, 8, 8))
@@ -300,7 +302,7 @@ def test_a_llamas_norm_and_mlp_by_hand_and_keys_that_queries_share():
     assert_close(model.logits(tokens), wider.logits(tokens))
 
 
-def test_residual_outputs_start_smaller_in_gpt():
+def test_outputs_to_the_residual_stream_start_smaller_in_gpt():
     for kind, expected in (("gpt", 0.02 / math.sqrt(16)), ("bert", 0.02)):
         for block in started(kind, layers=8, width=128, mlp_width=512).h:
             for out in (block.attn.c_proj, block.mlp.c_proj):
@@ -314,7 +316,7 @@ UNKNOWN = [("pos", "alibi"), ("norm", "batchnorm"), ("mlp", "relu"), ("kind", "t
 
 
 @pytest.mark.parametrize("name, value", UNKNOWN)
-def test_an_unknown_choice_is_refused_where_it_is_read(name, value):
-    """A third name of positions is not taken for rotary ones, say."""
+def test_unknown_choices_are_refused(name, value):
+    """For example, an unknown kind of positions is not treated as rotary."""
     with pytest.raises(ValueError, match=value):
         started(**{"kind": "gpt", name: value}).logits(torch.ones(1, 8).long())

@@ -1,4 +1,4 @@
-"""Learning rate on the token clock; which update each parameter gets; Muon against its definition.
+"""Learning rates on the token clock, the update of each parameter, and Muon against its definition.
 
 python -m pytest tests/test_optim.py
 """
@@ -28,7 +28,7 @@ def lr(t, schedule="cosine", floor=0.0, warmup=10):
     return lr_at(OptimConfig(tokens=110, lr=1.0, min_lr=floor, **more), t)
 
 
-def test_worked_examples():
+def test_learning_rates_equal_worked_examples():
     assert [lr(t) for t in (0, 5, 10, 110, 500)] == [0, 0.5, 1, 0, 0]
     assert lr(60) == pytest.approx(0.5)
     assert lr(60, "linear") == 0.5 and lr(35, "linear") == 0.75
@@ -39,12 +39,12 @@ def test_worked_examples():
     assert lr(0, warmup=0) == 1
     rates = OptimConfig(tokens=110, lr=1.0, warmup_tokens=10, lr_clock="layer-tokens")
     steps = [Clock(layer_tokens=4 * tokens) for tokens in (5, 15, 300)]
-    assert learning_rate(rates, 4, *steps[:2]) == 1, "in the middle of the step"
+    assert learning_rate(rates, 4, *steps[:2]) == 1, "that of the middle of the step"
     assert learning_rate(rates, 4, *steps[1:]) == lr_at(rates, (15 + 110) / 2)
 
 
 @given(st.integers(0, 200), st.sampled_from(optim.SCHEDULES), st.floats(0, 1))
-def test_stays_between_floor_and_peak_and_falls_after_warmup(t, schedule, floor):
+def test_learning_rates_stay_in_range_and_fall_after_warmup(t, schedule, floor):
     now, later = lr(t, schedule, floor=floor), lr(t + 1, schedule, floor=floor)
     assert 0 <= now <= 1 + 1e-12
     if t >= 10:
@@ -63,7 +63,7 @@ def optimizers_of(m, kind, weight_decay=0.1):
     return Optimizers(dict(m.named_parameters()), kind, weight_decay, (0.9, 0.95))
 
 
-def test_only_the_parameters_asked_for_move_and_lose_their_gradients():
+def test_step_moves_only_the_parameters_given_and_frees_their_gradients():
     m = model(gradient=1.0)
     optimizers = optimizers_of(m, "muon")
     moved = {m.wte.weight, m.h[1].attn.c_attn.weight, m.h[1].ln_1.weight}
@@ -88,8 +88,8 @@ def advance(m, optimizers, steps):
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_state_goes_on_bitwise_by_name_and_its_bytes_are_known(kind):
-    """Whatever the order of the parameters; one that a state does not name begins anew."""
+def test_state_is_restored_by_name_bitwise_and_its_bytes_are_predicted(kind):
+    """The order of parameters does not matter. Parameters that a state does not name start anew."""
     straight, stopped, resumed = model(), model(), model()
     advance(straight, optimizers_of(straight, kind), range(6))
     optimizers = optimizers_of(stopped, kind)
@@ -100,19 +100,19 @@ def test_state_goes_on_bitwise_by_name_and_its_bytes_are_known(kind):
     assert saved["state"].keys() == named.keys()
     moments = sum(t.nbytes for kept in saved["state"].values() for t in kept.values() if t.ndim)
     weights = sum(p.nbytes for p in named.values())
-    wanted = {"weights": weights, "gradients": weights, "optimizer": moments}
-    assert optim.state_bytes(named, kind == "muon") == optimizers.memory() == wanted
+    expected = {"weights": weights, "gradients": weights, "optimizer": moments}
+    assert optim.state_bytes(named, kind == "muon") == optimizers.memory() == expected
     backwards.load_state_dict(saved)
     advance(resumed, backwards, range(3, 6))
-    for wanted, parameter in zip(straight.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(wanted, parameter)
+    for expected, parameter in zip(straight.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(expected, parameter)
     assert not torch.equal(straight.wte.weight, model().wte.weight)
     del saved["state"]["wte.weight"]
     backwards.load_state_dict(saved)
     assert backwards.state_dict()["state"].keys() == saved["state"].keys()
 
 
-def test_clipping():
+def test_clipping_scales_gradients_to_the_norm_and_0_turns_it_off():
     for clip, norm in ((0.0, None), (0.5, 0.5)):
         m = model(gradient=1.0)
         before = optimizers_of(m, "adamw").clip_gradients(clip).item()
@@ -121,7 +121,7 @@ def test_clipping():
         assert after == pytest.approx(norm or before, rel=1e-3)
 
 
-def test_decay_touches_matrices_alone():
+def test_weight_decay_acts_only_on_matrices():
     m = model(gradient=0.0)
     before = {name: p.detach().clone() for name, p in m.named_parameters()}
     optimizers_of(m, "muon", 0.5).step(0.1)
@@ -136,7 +136,7 @@ SHAPES = ((48, 48), (144, 48), (48, 192), (192, 48), (1, 5), (7, 1))
 
 
 def matrices_of(shape: tuple, n: int = 3, smallest: float = 1e-4) -> Tensor:
-    """(n, *shape) float64 matrices whose singular values fall evenly from 1 to `smallest`."""
+    """Return matrices (n, *shape) in float64 whose singular values fall from 1 to `smallest`."""
     generator = torch.Generator().manual_seed(sum(shape))
     random = torch.randn(n, *shape, generator=generator, dtype=torch.float64)
     U, S, V = torch.linalg.svd(random, full_matrices=False)
@@ -145,7 +145,7 @@ def matrices_of(shape: tuple, n: int = 3, smallest: float = 1e-4) -> Tensor:
 
 
 def definition(matrix: Tensor) -> Tensor:
-    """Newton-Schulz as it is written in Jordan's article, in the matrix's own dtype."""
+    """Compute Newton-Schulz as in Jordan's article, in the matrix's dtype."""
     X = matrix / matrix.norm()
     for a, b, c in optim.POLYNOMIALS:
         A = X @ X.mT
@@ -153,12 +153,12 @@ def definition(matrix: Tensor) -> Tensor:
     return X
 
 
-def error(found: Tensor, truth: Tensor) -> float:
-    return ((found.double() - truth).norm() / truth.norm()).item()
+def error(result: Tensor, truth: Tensor) -> float:
+    return ((result.double() - truth).norm() / truth.norm()).item()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_orthogonalised_is_the_definition(shape):
+def test_orthogonalised_equals_the_definition(shape):
     matrices = matrices_of(shape)
     truth = torch.stack([definition(matrix) for matrix in matrices])
     assert error(orthogonalised(matrices), truth) < 1e-7
@@ -168,14 +168,15 @@ def test_orthogonalised_is_the_definition(shape):
     values = torch.linalg.svdvals(orthogonalised(matrices_of(shape, smallest=0.02)))
     assert 0.6 < values.min() and values.max() < 1.3
     assert orthogonalised(torch.zeros(2, *shape)).count_nonzero() == 0
-    # squared in the Gram matrix, small ones vanish in fp32's rounding: the rest must not grow
+    # In the Gram matrix small singular values are squared and vanish in fp32's rounding error,
+    # which must not grow.
     matrices = matrices_of(shape, smallest=1e-12)
     truth = torch.stack([definition(matrix) for matrix in matrices])
     assert error(orthogonalised(matrices.float()), truth) < 1e-3
 
 
 def muon(matrices: list[Tensor], fused: tuple[int, ...] = (), **more: object) -> Optimizers:
-    """Of matrices of blocks; those of shape `fused` are queries, keys and values."""
+    """Return Muon for matrices of blocks; those of shape `fused` are queries, keys and values."""
     named = {}
     for number, matrix in enumerate(matrices):
         leaf = "c_attn" if matrix.shape == fused else "c_proj"
@@ -194,8 +195,8 @@ def parameters_of() -> list[Tensor]:
     return [torch.randn(shape, generator=generator).requires_grad_() for shape in 2 * SHAPES]
 
 
-def test_moves_as_torchs_muon_within_its_dtype(monkeypatch):
-    """Torch's rounds to bf16; exact is torch's with the definition in float64 in place of that."""
+def test_muon_equals_torchs_computed_in_float64(monkeypatch):
+    """torch's rounds to bf16; `exact` is torch's with the definition in float64 instead."""
     ours, theirs, exact = (parameters_of() for _ in range(3))
     torchs = partial(torch.optim.Muon, lr=0.1, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
     one, other, in_full = muon(ours), torchs(theirs), torchs(exact)
@@ -211,15 +212,15 @@ def test_moves_as_torchs_muon_within_its_dtype(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", in_float64)
             in_full.step()
-    for found, rounded, truth in zip(ours, theirs, exact, strict=True):
-        assert error(found, truth) < 1e-4
-        assert 1e-4 < error(rounded, truth) < 0.05, "what torch's own dtype costs"
+    for result, rounded, truth in zip(ours, theirs, exact, strict=True):
+        assert error(result, truth) < 1e-4
+        assert 1e-4 < error(rounded, truth) < 0.05, "the rounding error of torch's bf16"
     for name, parameter in zip(one.named, theirs, strict=True):
         momenta = (of["momentum_buffer"] for of in (one.state[name], other.state[parameter]))
         assert torch.equal(*momenta)
 
 
-def test_adamw_is_torchs_bit_for_bit():
+def test_adamw_equals_torchs_bitwise():
     ours, theirs = model(gradient=0.1), model(gradient=0.1)
     groups = [
         {"params": [p for p in theirs.parameters() if p.ndim > 1], "weight_decay": 0.1},
@@ -227,13 +228,13 @@ def test_adamw_is_torchs_bit_for_bit():
     ]
     torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), fused=True).step()
     optimizers_of(ours, "adamw").step(0.01)
-    for found, wanted in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(found, wanted)
+    for result, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(result, expected)
 
 
 @pytest.mark.parametrize("rows", [(48, 48, 48), (48, 12, 12)])
-def test_matrices_below_each_other_move_as_if_apart(rows):
-    """Queries, keys and values; those of keys and values are smaller with grouped queries."""
+def test_stacked_matrices_move_as_separate_ones(rows):
+    """These are queries, keys and values. With grouped queries, keys and values are smaller."""
     stacked, gradient = torch.randn(2, sum(rows), 48, generator=torch.Generator().manual_seed(0))
     together, *apart = (part.clone() for part in (stacked, *stacked.split(rows)))
     together.grad = gradient
@@ -244,7 +245,7 @@ def test_matrices_below_each_other_move_as_if_apart(rows):
     assert torch.equal(together, torch.cat(apart)) and not torch.equal(together, stacked)
 
 
-def test_orthogonalises_on_the_device_named(monkeypatch):
+def test_muon_orthogonalises_on_the_device_that_it_is_given(monkeypatch):
     ones = Mock(side_effect=lambda matrices, parts: torch.ones(matrices.shape))
     monkeypatch.setattr(optim, "orthogonalised_by_all", ones)
     for on in ("cpu", "meta"):
@@ -256,7 +257,7 @@ def test_orthogonalises_on_the_device_named(monkeypatch):
 
 
 def check_shares(flags: list[str]) -> None:
-    """Four matrices a shape: of 3 ranks the last has none of its own, sharded or not."""
+    """With four matrices of each shape, the last of 3 ranks has nothing to do."""
     ranks, counts = start("cpu", "fp32").world_size, []
 
     def counted(matrices: Tensor) -> Tensor:
@@ -270,7 +271,7 @@ def check_shares(flags: list[str]) -> None:
         assert torch.equal(shared, orthogonalised(matrices))
     assert counts == [-(-4 // ranks)] * len(SHAPES)
 
-    # matrices whose rows are spread over the ranks end where whole ones do
+    # matrices whose rows are sharded over the ranks end up equal to whole ones
     mesh, whole = init_device_mesh("cpu", (ranks,)), parameters_of()
 
     def shards_of(tensor: Tensor) -> Tensor:
@@ -291,5 +292,5 @@ def check_shares(flags: list[str]) -> None:
 
 
 @pytest.mark.dist
-def test_ranks_share_the_work_and_all_get_the_whole():
+def test_ranks_share_muons_work_and_all_get_the_whole_result():
     start_ranks(3, [], work=check_shares)

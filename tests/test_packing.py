@@ -1,9 +1,11 @@
-"""Packing: every document once, no row too full, never more rows than the published packers."""
+"""Packing: every document once, no row overfull, no more rows than the published packers need."""
 
+import re
 from importlib.util import find_spec
 
 import numpy as np
 import pytest
+from conftest import refusal
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from small_stores import write_store
@@ -30,7 +32,7 @@ depths = st.none() | st.integers(1, 5)
 
 @st.composite
 def histograms(draw, longest=24, most=9):
-    """Counts of 1 to `longest` lengths; in every second one only a few are not 0."""
+    """Draw counts of the lengths 1 to `longest`; half of the time most of them are 0."""
     counts = draw(st.lists(st.integers(0, most), min_size=1, max_size=longest))
     if draw(st.booleans()):
         counts = [n if draw(st.integers(0, 3)) == 0 else 0 for n in counts]
@@ -47,11 +49,11 @@ def strategies_of(packing):
     return [(tuple(cut.tolist()), int(n)) for cut, n in zip(cuts, packing.counts, strict=True)]
 
 
-# ---- slow oracles
+# ---- slow reference packers
 
 
 def best_fit(lengths, max_len):
-    """Packs of best fit decreasing, one document after the other."""
+    """Count the packs of best-fit decreasing, one document after the other."""
     spaces = []
     for length in sorted(lengths, reverse=True):
         fitting = [i for i, space in enumerate(spaces) if space >= length]
@@ -63,11 +65,11 @@ def best_fit(lengths, max_len):
 
 
 def published(counts, max_per_pack, longest_pack_first):
-    """Packs of the paper's SPFHP and LPFHP as Graphcore's code defines them.
+    """Count the packs of the paper's SPFHP and LPFHP, as Graphcore's code defines them.
 
-    Open packs are kept by the space they have left; of those with equal space the last comes first.
-    SPFHP looks from the most space downwards and puts one document into each pack. LPFHP looks
-    upwards, begins anew after each step, and repeats a length in a pack as often as it fits.
+    Open packs are grouped by the space they have left, and the last one of a group is used first.
+    SPFHP takes the packs with the most space and puts one document into each. LPFHP takes those
+    with the least space that is enough, puts in as many documents as fit, and searches again.
     """
     max_len = len(counts) - 1
     most = max_per_pack or max_len
@@ -94,55 +96,56 @@ def published(counts, max_per_pack, longest_pack_first):
     return total
 
 
-# ---- worked by hand
+# ---- examples worked by hand
 
 
-def test_rows_by_hand():
+def test_rows_equal_examples_worked_by_hand():
     packs = pack_lengths([3, 6, 5, 2], 8)
     assert packs.items.tolist() == [1, 3, 2, 0] and packs.offsets.tolist() == [0, 2, 4]
     assert pack_lengths([], 8).items.tolist() == []
     assert rows_of(pack_lengths([8, 8], 8)) == [[0], [1]]
-    # 7 and 6 open rows with 3 and 4 left; the 3 goes where it fits exactly, not where room is most
+    # 7 and 6 open rows with 3 and 4 left; the 3 goes where it fits exactly, not where most is left
     assert rows_of(pack_lengths([7, 6, 3], 10)) == [[0, 2], [1]]
 
 
-def test_strategies_by_hand():
-    # the 6s take a 2 each, the 5s a 3; the 2 that is left goes on its own
+def test_strategies_equal_examples_worked_by_hand():
+    # each 6 gets a 2 and each 5 a 3; the last 2 gets a pack of its own
     packing = pack(histogram([6, 6, 5, 5, 3, 3, 2, 2, 2], 8))
     assert strategies_of(packing) == [((6, 2), 2), ((5, 3), 2), ((2,), 1)]
     assert packing.packs == 5 and packing.factor == 9 / 5 and packing.efficiency == 34 / 40
     assert packing.attention == (2 * (36 + 4) + 2 * (25 + 9) + 4) / (5 * 64)
-    # 6 and 5 leave 4 and 5: shortest pack first puts the 3 beside the 5, longest beside the 6
+    # shortest-pack-first puts the 3 beside the 5, longest-pack-first puts it beside the 6
     assert strategies_of(pack(histogram([6, 5, 3], 10), "spfhp")) == [((6,), 1), ((5, 3), 1)]
     assert strategies_of(pack(histogram([6, 5, 3], 10), "lpfhp")) == [((6, 3), 1), ((5,), 1)]
 
 
 @needs_scipy
-def test_least_squares_by_hand():
-    # nothing fills a pack of 7 with lengths 5 and 4 alone: their partners 2 and 3 do not exist
+def test_least_squares_equals_examples_worked_by_hand():
+    # no pack of 7 can be filled: 5 needs a 2 and 4 needs a 3, which do not exist
     packing = pack(histogram([5, 5, 4], 7), "nnlshp", 2)
     assert strategies_of(packing) == [((5,), 2), ((4,), 1)]
-    counts = np.zeros(13, int)  # which patterns of two lengths make: it finds these
+    counts = np.zeros(13, int)  # made of the patterns that it must find
     counts[[12, 9, 3, 5, 7]] = 4, 6, 6, 10, 10
     assert strategies_of(pack(counts, "nnlshp", 2)) == [((12,), 4), ((9, 3), 6), ((7, 5), 10)]
     groups, left = fill([(5, 3)], np.array([2]), np.bincount([5, 4, 3, 2], minlength=9))
     assert groups == [(1, (5, 3))] and np.flatnonzero(left).tolist() == [2, 4]
 
 
-def test_patterns_by_hand():
+def test_patterns_equal_examples_worked_by_hand():
     assert list(patterns_that_fill(4, 2, 4)) == [(4,), (3, 1), (2, 2)]
     assert list(patterns_that_fill(5, 3, 2)) == [(2, 2, 1)]
     counts = [number_that_fill(512, most) for most in (3, 4)]
-    assert counts == [22_102, 959_631], "as many as the paper has"
+    assert counts == [22_102, 959_631], "the paper's numbers"
 
 
-# ---- under random input
+# ---- random documents
 
 
 @EVERY_PACKER
 @settings(max_examples=25, deadline=None)
 @given(counts=histograms(), max_per_pack=depths, seed=st.integers(0, 99))
-def test_every_document_once_where_the_strategies_say(packer, counts, max_per_pack, seed):
+def test_rows_hold_every_document_once(packer, counts, max_per_pack, seed):
+    """They also follow the strategies."""
     if packer == "nnlshp":
         max_per_pack = min(max_per_pack or 3, 3)
     max_len = len(counts) - 1
@@ -157,7 +160,7 @@ def test_every_document_once_where_the_strategies_say(packer, counts, max_per_pa
 
 @settings(max_examples=50, deadline=None)
 @given(histograms(longest=40), depths)
-def test_greedy_packers_need_no_more_packs_than_the_published_ones(counts, max_per_pack):
+def test_greedy_packers_need_no_more_packs_than_published_ones(counts, max_per_pack):
     documents = documents_of(counts).tolist()
     assert pack(counts, "lpfhp").packs == best_fit(documents, len(counts) - 1)
     assert pack(counts, "lpfhp", max_per_pack).packs <= published(counts, max_per_pack, True)
@@ -167,30 +170,30 @@ def test_greedy_packers_need_no_more_packs_than_the_published_ones(counts, max_p
 # ---- refusals
 
 
-def test_documents_that_fit_no_row_are_refused():
+def test_documents_that_do_not_fit_a_row_are_refused():
     for length in (0, 9, -1):
-        with pytest.raises(ValueError, match=f"document of {length} tokens does not fit a row"):
-            pack_lengths([3, length], 8)
+        message = refusal(pack_lengths, [3, length], 8)
+        assert f"document of {length} tokens does not fit a row" in message
 
 
 @needs_scipy
-def test_least_squares_over_too_many_patterns_is_refused():
+def test_least_squares_with_too_many_patterns_is_refused():
     in_training = ["--pack", "--pack-packer", "nnlshp"]
-    with pytest.raises(ValueError, match=r"^--pack-packer nnlshp .*--pack-max-per-row"):
-        config.build(config.parse(in_training))
+    message = refusal(config.build, config.parse(in_training))
+    assert re.match("--pack-packer nnlshp .*--pack-max-per-row", message)
     assert config.build(config.parse([*in_training, "--pack-max-per-row", "2"])).pack.on
 
 
 # ---- the command
 
 
-def test_command_prints_a_table_and_rows(tmp_path, capsys):
+def test_the_command_prints_a_table_and_rows(tmp_path, capsys):
     store = write_store(tmp_path / "store", [[0] * 7, [0, 1], [2], []])
     main([str(store), "--max-len", "5"])  # documents of 8, 3, 2 and 1 tokens in rows of 5
     assert capsys.readouterr().out.splitlines()[1].split()[:3:2] == ["3", "1.667"]
     main(["100", "90", "60", "50", "--max-len", "128"])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split()[:3] == ["3", "78.125%", "1.333"], "of a row, and in one"
+    assert lines[1].split()[:3] == ["3", "78.125%", "1.333"], "rows, share filled, per row"
     assert "1 of 60 + 50 = 110 of 128" in lines[4]
     file = tmp_path / "lengths.json"
     file.write_text("[0, 3, 2, 0, 2, 2, 0, 0]")
@@ -198,11 +201,11 @@ def test_command_prints_a_table_and_rows(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["5", "85.000%", "1.800"]
 
 
-# ---- steps; that packed rows train as documents one a row do is in test_train.py
+# ---- training steps; test_train.py compares packed runs with unpacked ones
 
 
 @EVERY_PACKER
-def test_a_step_packs_with_the_packer_it_is_told(store_dir, monkeypatch, packer):
+def test_a_step_uses_the_packer_of_the_flags(store_dir, monkeypatch, packer):
     used = []
 
     def noted(counts, packer, max_per_pack):

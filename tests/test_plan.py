@@ -1,4 +1,4 @@
-"""The plan: every token a target once a pass, the same rows for any number of ranks."""
+"""The plan: every token is a target once per pass; rows do not depend on the number of ranks."""
 
 from functools import partial
 from itertools import pairwise
@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, refusal, walk
+from conftest import SMALL, first_steps, refusal
 from small_stores import in_memory
 
 import config
@@ -21,11 +21,11 @@ from support.store import Store, get_encoding
 SPECIAL_IDS = SpecialIds.of(get_encoding("bytes"))
 
 
-class Alone(Runtime):
-    """A rank of several that never talks to the others: what it plans must not need them to."""
+class Isolated(Runtime):
+    """One of several ranks, unable to communicate: planning must not need the other ranks."""
 
     def check_same(self, values):
-        """Others have the same."""
+        """Do not compare with other ranks."""
 
     def on_each_machine(self, action):
         return action()
@@ -34,7 +34,7 @@ class Alone(Runtime):
 def plan(store, flags="", number=0, world=1):
     settings = config.build(config.parse(f"{SMALL} {flags}".split()))
     special_ids = SPECIAL_IDS if "bert" in flags else None
-    runtime = Alone(number, world, torch.device("cpu"), torch.float32, "")
+    runtime = Isolated(number, world, torch.device("cpu"), torch.float32, "")
     return Plan(settings, store, special_ids, runtime, config.transformer_config(settings, 320))
 
 
@@ -45,7 +45,7 @@ def store(store_dir):
 
 @pytest.fixture(scope="module")
 def indexed(store, tmp_path_factory):
-    """Plans over the small store whose indexes lie in a folder of this file's own."""
+    """Make plans of the small store, with indexes in a separate folder for this test file."""
     folder = tmp_path_factory.mktemp("curriculum")
 
     def make(flags, number=0, world=1):
@@ -56,7 +56,7 @@ def indexed(store, tmp_path_factory):
 
 
 def clock_at(first_draw, consumed_tokens=0):
-    """Between two windows or steps, with the next sample that of this draw."""
+    """Return a clock between two windows or steps, at this draw."""
     cursor = Cursor(first_draw=first_draw, drawn_at_tokens=consumed_tokens)
     return Clock(consumed_tokens=consumed_tokens, cursor=cursor)
 
@@ -69,12 +69,12 @@ def drawn(plan, first, count, stage_start=0, pool=None):
     return draw(plan.samples, pool, Cursor(first, stage_start), count=count, seed=1337)
 
 
-# ---- what is read
+# ---- which text is read
 
 
 @pytest.mark.parametrize("flags", ["", "--pack --curriculum seqlen --curriculum-start 8"])
-def test_every_training_token_is_a_target_once_a_pass(store, flags):
-    """Streamed, or packed in short pieces: count what the rows of two passes predict."""
+def test_every_training_token_is_a_target_once_per_pass(store, flags):
+    """Unpacked, and packed in short pieces: count the targets of two passes."""
     p = plan(store, flags + " --tokens 1e9 --batch-tokens 65536")
     passes = 2 * len(p.samples)
     seen = np.zeros(store.meta["train_tokens"], dtype=int)
@@ -83,7 +83,7 @@ def test_every_training_token_is_a_target_once_a_pass(store, flags):
         clock = clock_at(first)
         rows = p.packed_window(clock.cursor).rows if flags else rows_of_step(p, clock)
         assert rows.sums(rows.stop - rows.start).max() <= 32
-        assert rows.stop.max() <= store.meta["train_tokens"], "what is held out is never read"
+        assert rows.stop.max() <= store.meta["train_tokens"], "held-out text was read"
         for start, stop in zip(rows.start, rows.stop, strict=True):
             seen[start:stop] += 1
     for start, stop in drawn(p, passes, first + window - passes)[0]:  # of a third pass
@@ -95,15 +95,19 @@ def rows_as_pieces(rows):
     return sorted(tuple(rows.start[a:b].tolist()) for a, b in pairwise(rows.offsets))
 
 
-def test_the_steps_in_the_header(store):
-    """4 rows of 64 a step: where each begins, and that 64 draws are packed together.
+def test_the_example_in_the_head_of_plan_py_is_right(store):
+    """With 4 rows of 64 a step: where each step begins, and that windows hold 64 draws.
 
-    Steps take every row of every window once, in the windows' order.
+    Steps use every row of every window once, in order.
     """
     size = "--seq-len 64 --batch-tokens 256 --tokens 20000"
-    assert [step.before.cursor.first_draw for step in walk(plan(store, size), 3)] == [0, 4, 8]
+    assert [step.before.cursor.first_draw for step in first_steps(plan(store, size), 3)] == [
+        0,
+        4,
+        8,
+    ]
     p = plan(store, f"{size} --pack")
-    packed = walk(p, 45)
+    packed = first_steps(p, 45)
     positions = [(s.before.cursor.first_draw, s.before.cursor.row) for s in packed]
     assert positions[:3] == [(0, 0), (0, 4), (0, 8)]
     assert {first for first, _ in positions} >= {0, 64, 128}
@@ -122,11 +126,11 @@ UNPACKED = [
 
 
 @pytest.mark.parametrize(("alone", "packed"), UNPACKED)
-def test_a_step_of_documents_has_those_of_the_unpacked_one(indexed, alone, packed):
-    """The same pieces, targets and place on the clock, in fewer rows; so the same learning rate."""
+def test_a_packed_step_has_the_pieces_of_the_unpacked_step(indexed, alone, packed):
+    """With --pack-batch documents: the same targets, clock and so learning rate, in fewer rows."""
     roomy = "--seq-len 1024 --batch-tokens 8192 --tokens 200K"
     one_a_row, together = (indexed(f"{flags} {roomy}") for flags in (alone, packed))
-    for a, b in zip(walk(one_a_row, 12), walk(together, 12), strict=True):
+    for a, b in zip(first_steps(one_a_row, 12), first_steps(together, 12), strict=True):
         pieces = []
         for p, clock in ((one_a_row, a.before), (together, b.before)):
             rows = rows_of_step(p, clock)
@@ -155,14 +159,14 @@ FLAGS = [
 
 
 @pytest.mark.parametrize("flags", FLAGS)
-def test_a_step_follows_from_the_clock_alone_on_any_number_of_ranks(indexed, flags):
-    """So a run resumes at every step: in a plan that saw nothing before, and in any order."""
+def test_a_step_is_a_function_of_the_clock_on_any_number_of_ranks(indexed, flags):
+    """So a run can resume at any step: new plans give the same steps, in any order."""
     check_steps_follow_from_the_clock(partial(indexed, f"{flags} --tokens 3000"), 24)
 
 
 def check_steps_follow_from_the_clock(make, count):
     """Args: make (rank, ranks) -> a plan"""
-    steps, again = walk(make(), count), make()
+    steps, again = first_steps(make(), count), make()
     for whole in reversed(steps):
         alone = again(whole.before)
         assert alone.after == whole.after and alone.difficulty == whole.difficulty
@@ -173,9 +177,9 @@ def check_steps_follow_from_the_clock(make, count):
         for whole in some:
             parts = [rank(whole.before) for rank in ranks]
             for part in parts:
-                assert part.columns() == whole.columns(), "what is logged"
+                assert part.columns() == whole.columns(), "the logged columns"
                 assert (part.targets, part.after) == (whole.targets, whole.after)
-                assert part.batch.tokens.shape == parts[0].batch.tokens.shape, "as many rows"
+                assert part.batch.tokens.shape == parts[0].batch.tokens.shape, "equally many rows"
             R = len(whole.batch.tokens)
             order = torch.cat([part.rows for part in parts]).argsort()
             for field in ("tokens", "targets"):
@@ -183,10 +187,10 @@ def check_steps_follow_from_the_clock(make, count):
                 assert torch.equal(rows[:R], getattr(whole.batch, field))
             assert R <= len(rows) < R + world and (rows[R:] == IGNORE).all()
             documents = torch.cat([part.batch.with_documents().doc_ids for part in parts])[order]
-            assert (documents[R:] == -1).all(), "blank rows, which nothing counts"
+            assert (documents[R:] == -1).all(), "blank rows, which do not count"
 
 
-def test_counts(store):
+def test_a_step_counts_targets_padding_and_layer_tokens(store):
     step = plan(store, "--pack")(Clock())
     real = int((step.batch.targets >= 0).sum())
     assert step.targets == real == step.after.real_tokens == step.after.consumed_tokens
@@ -202,11 +206,11 @@ def test_counts(store):
     assert step.batch.tokens.shape == (8, 32), "packing shortens pieces, not rows"
 
 
-def test_the_tokens_of_a_bert_are_those_it_reads_its_cls_and_sep_included(store):
-    """Also under dropping: padding goes first, so short rows run whole and are counted whole."""
+def test_a_bert_consumes_its_cls_and_sep_tokens(store):
+    """Also with token dropping, which drops padding first, so that short rows count in full."""
     for flags, layers in (("", 4 * [32]), (" --ltd --ltd-start 16", [32, 16, 16, 32])):
         p = plan(store, "--model bert" + flags)
-        step = next(s for s in walk(p, 30) if s.batch.doc_ids is not None)
+        step = next(s for s in first_steps(p, 30) if s.batch.doc_ids is not None)
         lengths = (step.batch.doc_ids >= 0).sum(1).tolist()
         assert min(lengths) < 32
         consumed = step.after.consumed_tokens - step.before.consumed_tokens
@@ -214,30 +218,29 @@ def test_the_tokens_of_a_bert_are_those_it_reads_its_cls_and_sep_included(store)
         assert step.after.real_tokens - step.before.real_tokens == sum(lengths)
 
 
-def test_nsp_needs_two_pieces_of_two_tokens():
+def test_nsp_refuses_text_without_two_pieces_of_two_tokens():
     only_one = in_memory(b"", b"a text of one piece", b"", b"held out", held_out=1)
     assert "fewer than two pieces of two tokens" in refusal(plan, only_one, "--model bert --nsp")
 
 
-def test_packing_of_full_documents_is_the_plain_run():
-    """Neutral is identity: documents of exactly a row's length make the same batches either way."""
+def test_packing_documents_of_a_rows_length_is_the_plain_run():
+    """Neutral is identity."""
     full = in_memory(*(range(n, n + 31) for n in range(40)))
-    for packed, plain in zip(walk(plan(full, "--pack"), 40), walk(plan(full), 40), strict=True):
+    for packed, plain in zip(
+        first_steps(plan(full, "--pack"), 40), first_steps(plan(full), 40), strict=True
+    ):
         assert packed.after[:6] == plain.after[:6]
         assert torch.equal(packed.batch.tokens, plain.batch.tokens)
         assert packed.batch.doc_ids is None and plain.batch.doc_ids is None
 
 
-# ---- what a curriculum lets be drawn
+# ---- which samples a curriculum allows
 
 
-def test_a_pool_grows_stage_by_stage_and_nothing_comes_twice_in_one(indexed):
-    """Drawn ids lie in the pool of their step; within a stage each comes once before any twice.
-
-    After the last stage come full passes.
-    """
+def test_pools_grow_and_a_stage_draws_every_sample_before_any_twice(indexed):
+    """Samples come from the pool of their step. After the last stage, passes cover all samples."""
     p = indexed("--curriculum rarity --tokens 40000")
-    stage_ids, since, steps = [], 0, walk(p, 150)
+    stage_ids, since, steps = [], 0, first_steps(p, 150)
     for step in steps:
         if step.after.cursor.stage_first_draw != since:
             since, stage_ids = step.after.cursor.stage_first_draw, []
@@ -252,30 +255,29 @@ def test_a_pool_grows_stage_by_stage_and_nothing_comes_twice_in_one(indexed):
             part = stage_ids[first : first + reach]
             assert len(set(part)) == len(part)
     stages = {step.after.cursor.stage_first_draw for step in steps}
-    assert len(stages) == len({step.difficulty["pool"] for step in steps}) > 30, "one a pool"
+    assert len(stages) == len({step.difficulty["pool"] for step in steps}) > 30, "one per pool"
     assert reach == len(p.samples)
     for number in range(2):
         assert len({*drawn(p, since + number * reach, reach, since)[0][:, 0].tolist()}) == reach
 
 
-def test_a_pool_smaller_than_a_batch_fills_it(indexed):
-    """DeepSpeed's data_sampler.py wraps once, and yields short batches after that."""
+def test_a_pool_smaller_than_a_batch_is_repeated_to_fill_it(indexed):
+    """DeepSpeed's data_sampler.py repeats the pool once, and then yields short batches."""
     p = indexed("--curriculum length --pack --curriculum-by value --curriculum-start 1")
     small = p.stage_at(0).pool
-    assert small.reach < 16 * p.draws_per_step, "it takes several passes"
+    assert small.reach < 16 * p.draws_per_step, "several passes are needed"
     spans, after = drawn(p, 0, 16 * p.draws_per_step, 0, small)
     assert len(spans) == after.first_draw == 16 * p.draws_per_step
     counts = np.unique(spans[:, 0], return_counts=True)[1]
     assert len(counts) == small.reach and counts.max() - counts.min() <= 1
 
 
-def test_the_stage_travels_with_its_batch(indexed):
-    """Planned ahead or not, a step names the difficulty under which its rows were drawn.
-
-    Also in a packed step that ends one window of samples and begins the next, with longer pieces.
+def test_a_step_carries_the_difficulty_at_which_its_rows_were_drawn(indexed):
+    """Also if it was planned ahead, and if a packed step ends one window of samples and begins
+    another one with longer pieces.
     """
     p = indexed("--curriculum seqlen,rarity --curriculum-start 8,1 --tokens 10000")
-    steps = walk(p, 50)  # all drawn before any is looked at
+    steps = first_steps(p, 50)  # all planned before any is checked
     for step in steps:
         fresh = p.curriculum.at(step.before.consumed_tokens)
         assert step.difficulty["difficulty_seqlen"] == fresh.difficulty["seqlen"]
@@ -285,15 +287,15 @@ def test_the_stage_travels_with_its_batch(indexed):
     flags = "--pack --curriculum seqlen --curriculum-start 8 --curriculum-pace linear"
     flags += " --curriculum-share 1 --tokens 10000"
     for model in ("", "--model bert"):  # whose pieces make room for [CLS] and [SEP]
-        steps = walk(indexed(f"{flags} {model}"), 35)
+        steps = first_steps(indexed(f"{flags} {model}"), 35)
         assert len({step.max_piece_len for step in steps}) > 2
         for step in steps:
             positions = step.batch.positions
             assert positions is None or positions.max() + 1 == step.max_piece_len
 
 
-def test_reshaped_rows_show_the_same_tokens(store, indexed):
-    """Nothing lost, nothing twice, also where rows of 40 in three parts of 16 overlap."""
+def test_reshaped_rows_predict_every_token_once(store, indexed):
+    """Also if a row of 40 is cut into three parts of 16, which overlap."""
     size = "--seq-len 40 --batch-tokens 320"
     curriculum = "seqlen-reshape --curriculum-start 8 --curriculum-share 1 --curriculum-pace linear"
     p = indexed(f"{size} --curriculum {curriculum}")

@@ -1,6 +1,6 @@
-"""What is read from files and folders, what is held out of it, and which store is made of it.
+"""prepare.py: which documents are read from files and folders, which are held out, and the store.
 
-And nothing that stops prepare.py leaves half a store.
+Whatever stops prepare.py, it never leaves half a store.
 """
 
 import gzip
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TINY, killed_at, names, refusal, terminate, write_lines
+from conftest import TINY, names, refusal, run_and_kill_at, terminate, write_lines
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,7 +39,7 @@ def read(*paths, **options) -> list[str]:
 
 
 def sides(path: Path, *options) -> tuple[list[str], list[str]]:
-    """Training texts and held-out texts."""
+    """Return training texts and held-out texts."""
     documents = list(Corpus([path], *options).documents())
     return tuple([d.text for d in documents if d.held_out == side] for side in (False, True))
 
@@ -47,7 +47,7 @@ def sides(path: Path, *options) -> tuple[list[str], list[str]]:
 # --- files
 
 
-def test_plain_compressed_and_folder_give_the_same_documents(tmp_path):
+def test_plain_and_compressed_files_and_folders_give_the_same_documents(tmp_path):
     lines = gzip.decompress(TINY.read_bytes())
     folder = tmp_path / "folder"
     (folder / "deeper").mkdir(parents=True)
@@ -66,7 +66,7 @@ def test_plain_compressed_and_folder_give_the_same_documents(tmp_path):
 
 GOOD = b'{"id": "a", "text": "one"}\n'
 PACKED = gzip.compress(GOOD * 2000, mtime=0)
-BAD_INPUTS = [  # in the order of their names; what is said of each
+BAD_INPUTS = [  # sorted by name: name, content, message
     ("a.jsonl", GOOD * 2 + b"nonsense\n" + GOOD, ":3: is not a JSON object"),
     ("b.jsonl", b'{"content": "a"}', ":1: no string under text of content"),
     ("c.jsonl", GOOD + b'{"text": "\xff"}', ":2: is not a JSON object"),
@@ -82,31 +82,31 @@ BAD_INPUTS = [  # in the order of their names; what is said of each
     ("m.txt", "é🙂".encode()[:-1], ": is not UTF-8 at byte 2"),
     ("n.png", b"\x89PNG\r\n\x1a\n", ": is not UTF-8 at byte 0"),
 ]
-BAD_ALONE = [  # in a folder of code they are text
+BAD_ALONE = [  # in a folder, such as one of code, these are text
     ("x.json", b'{\n "content": "a"\n}', ": is neither text nor JSON"),
     ("x.json", b'[\n {"text": "a"}\n]', ": is neither text nor JSON"),
 ]
 
 
 @pytest.mark.parametrize(("name", "content", "said"), BAD_INPUTS + BAD_ALONE)
-def test_bad_input_is_one_line_that_names_the_file_and_its_line(tmp_path, name, content, said):
+def test_bad_input_is_refused_with_its_file_and_line(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
     assert refusal(read, tmp_path / name).startswith(f"{tmp_path / name}{said}")
 
 
-def test_missing_input_is_named_before_anything_is_read(tmp_path):
+def test_missing_input_is_refused_before_anything_is_read(tmp_path):
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
     for paths, said in ([TINY, "none.jsonl"], "none.jsonl"), ([tmp_path], "gone"), ([""], "empty"):
         assert said in refusal(Corpus, paths)
 
 
-def test_in_a_folder_what_cannot_be_read_is_skipped_and_named(tmp_path, monkeypatch, capsys):
-    """As a whole, also where its first lines are good."""
+def test_unreadable_files_in_a_folder_are_skipped_and_named(tmp_path, monkeypatch, capsys):
+    """A file is skipped completely, even if its first lines are good."""
     monkeypatch.setattr(prepare, "BLOCK", 16)
     for name, content, _ in BAD_INPUTS:
         (tmp_path / name).write_bytes(content)
-    named = [f"{tmp_path / name}{said}" for name, _, said in BAD_INPUTS]
-    assert named[0] in refusal(Corpus, [tmp_path]), "nothing is left"
+    named = [f"{tmp_path / name}{problem}" for name, _, problem in BAD_INPUTS]
+    assert named[0] in refusal(Corpus, [tmp_path]), "no file is readable"
     (tmp_path / "0.txt").write_text("one")
     (tmp_path / "1.txt").write_text("né🙂 " * 3000)
     (tmp_path / "package.json").write_text('{\n "name": "x"\n}')
@@ -116,12 +116,12 @@ def test_in_a_folder_what_cannot_be_read_is_skipped_and_named(tmp_path, monkeypa
     capsys.readouterr()
     skipped = Corpus([tmp_path], 0).skipped
     assert all(map(str.startswith, skipped, named)) and len(skipped) == len(named)
-    first, *said = capsys.readouterr().err.splitlines()
-    assert first.startswith("skipped 14 files; ") and said == [f"  {why}" for why in skipped[:5]]
+    first, *output = capsys.readouterr().err.splitlines()
+    assert first.startswith("skipped 14 files; ") and output == [f"  {why}" for why in skipped[:5]]
     assert read(tmp_path / "z.json") == ["a document"]
 
 
-def test_text_lies_beside_lines_with_another_name_for_it(tmp_path, capsys):
+def test_a_folder_may_mix_text_and_json_lines_with_a_text_column(tmp_path, capsys):
     (tmp_path / "a.md").write_text("one")
     write_lines(tmp_path / "b.jsonl", [{"content": "two"}, {"content": "three"}])
     assert read(tmp_path, text_column="content") == ["one", "two", "three"]
@@ -133,22 +133,22 @@ LINES = [{"text": f'a "{n}",\nb', "id": str(n), "n": n} for n in range(3)]
 
 @pytest.mark.parametrize("compressed", [bytes, gzip.compress])
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-def test_json_lines_are_recognised(name, compressed, tmp_path):
-    """Also with a name that says nothing of the compression, and with Excel's mark of UTF-8."""
+def test_json_lines_are_recognised_by_content(name, compressed, tmp_path):
+    """Also if the name does not show the compression, and with a byte order mark, as from Excel."""
     lines = "\n\n".join(json.dumps(line) for line in LINES)
     file = tmp_path / name
     for content in (f"\ufeff{lines}\n", f"\n\n{lines}"):
         file.write_bytes(compressed(content.encode()))
         assert read(file) == [line["text"] for line in LINES]
         assert read(file, text_column="id")[0] == "0"
-        with pytest.raises(ValueError, match=r"no string under n of text, id, n: .*--text-column"):
-            read(file, text_column="n")
+        message = refusal(read, file, text_column="n")
+        assert re.search(r"no string under n of text, id, n: .*--text-column", message)
     for text in ("né\r\n" * 1000, "{ braces } in prose", "[1] a note", "\ufeffa,b\n"):
         file.write_bytes(compressed(text.encode()))
         assert name == "a.jsonl" or read(file) == [text]
 
 
-def test_parquet_is_read_by_its_columns_in_groups_of_rows(tmp_path):
+def test_parquet_files_are_read_by_row_group_from_the_text_column(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     rows = [{"text": f"é {n}", "id": n, "source": "a", "wide": [n] * 3} for n in range(2500)]
@@ -158,13 +158,13 @@ def test_parquet_is_read_by_its_columns_in_groups_of_rows(tmp_path):
     assert read(file) == [row["text"] or "" for row in rows] == read(tmp_path)
     assert read(file, text_column="source") == ["a"] * 2500
     for column in ("body", "wide"):
-        with pytest.raises(ValueError, match=f"any name:1: no string under {column} of .*--text-c"):
-            read(file, text_column=column)
+        message = refusal(read, file, text_column=column)
+        assert re.search(f"any name:1: no string under {column} of .*--text-c", message)
     (tmp_path / "cut.parquet").write_bytes(file.read_bytes()[:-9])
     assert "cut.parquet: cannot be read as parquet" in refusal(read, tmp_path / "cut.parquet")
 
 
-def test_plain_text_is_cut_into_documents(tmp_path):
+def test_split_on_cuts_plain_text_into_documents(tmp_path):
     file = tmp_path / "a.txt"
     file.write_text("\n \none\ntwo\n\t\n\r\n\nthree\n\nfour\n")
     assert read(file, split_on="blank-line") == ["one\ntwo", "three", "four"]
@@ -173,7 +173,7 @@ def test_plain_text_is_cut_into_documents(tmp_path):
 
 
 @pytest.mark.parametrize("mark", ["|", "ab", "aab", "\n---\n", "é🙂"])
-def test_cutting_equals_split_wherever_blocks_end(mark):
+def test_splitting_blocks_equals_splitting_the_whole_text(mark):
     draw = random.Random(0)
     for size in (1, 2, 7, 100):
         for _ in range(20):
@@ -182,10 +182,10 @@ def test_cutting_equals_split_wherever_blocks_end(mark):
             assert list(split_blocks(blocks, mark)) == text.split(mark)
 
 
-# --- held out by the hash
+# --- held out by hash
 
 
-def test_a_document_is_held_out_by_its_id_or_else_by_its_text(tmp_path):
+def test_documents_are_held_out_by_the_hash_of_their_id_or_else_text(tmp_path):
     # crc32("a") = 3904355907, "b" 1908338681 and "c" 112844655 are odd, "d" 2564639436 is even.
     by_id = [{"id": letter, "text": "the same text"} for letter in "abcd"]
     for lines in (by_id, [{"text": letter} for letter in "abcd"]):
@@ -193,11 +193,11 @@ def test_a_document_is_held_out_by_its_id_or_else_by_its_text(tmp_path):
         assert [d.held_out for d in corpus.documents()] == [False, False, False, True]
 
 
-# --- held out: the tail
+# --- held out by position: the tail
 
 
-def test_a_single_text_holds_out_its_end_cut_at_a_line(tmp_path):
-    """Also with a name whose hash is held out, as one in 20 is: training would get nothing."""
+def test_of_a_single_text_the_end_is_held_out_from_a_line_on(tmp_path):
+    """Also if the hash of its name would hold it out completely, as of one name in 20."""
     name = next(f"{i}.txt" for i in range(1000) if zlib.crc32(b"%d.txt" % i) % 20 == 0)
     text = "".join(f"line {number}\n" for number in range(1000))
     path = tmp_path / name
@@ -210,7 +210,7 @@ def test_a_single_text_holds_out_its_end_cut_at_a_line(tmp_path):
 
 
 @given(st.lists(st.text("ab \n", max_size=40), max_size=6), st.integers(2, 30))
-def test_the_tail_of_any_documents_is_all_text_in_order_and_on_both_sides(texts, holdout):
+def test_holding_out_the_tail_keeps_all_text_in_order_and_both_sides_nonempty(texts, holdout):
     characters = sum(map(len, texts))
     if characters < 2:
         return
@@ -223,16 +223,16 @@ def test_the_tail_of_any_documents_is_all_text_in_order_and_on_both_sides(texts,
     assert tail / 2 <= sum(len(part.text) for part in parts if part.held_out) <= tail * 1.5 + 1
 
 
-def test_where_a_text_is_cut():
-    assert find_cut("one\ntwo\nthree", 10, 5) == 8, "the example"
-    assert find_cut("one\ntwo\nthree", 4, 5) == 4, "a line begins just there"
-    assert find_cut("xxxxxx\nthree", 4, 5) == 7, "no line ends before: the next one"
-    assert find_cut("title\n" + "word " * 100, 300, 20) == 296, "no line within reach: a blank"
-    assert find_cut("title\n" + "x" * 100, 50, 20) == 50, "nor a blank: just there"
-    assert find_cut("x" * 9 + "\n", 5, 9) == 5, "never behind the last character"
+def test_a_text_is_cut_at_a_line_or_else_a_blank_near_the_place():
+    assert find_cut("one\ntwo\nthree", 10, 5) == 8, "the docstring's example"
+    assert find_cut("one\ntwo\nthree", 4, 5) == 4, "a line begins right there"
+    assert find_cut("xxxxxx\nthree", 4, 5) == 7, "no line begins before: the next line"
+    assert find_cut("title\n" + "word " * 100, 300, 20) == 296, "no line in reach: after a blank"
+    assert find_cut("title\n" + "x" * 100, 50, 20) == 50, "no blank either: right there"
+    assert find_cut("x" * 9 + "\n", 5, 9) == 5, "never after the last character"
 
 
-def test_a_few_documents_hold_out_the_last_ones(tmp_path):
+def test_of_a_few_documents_the_last_ones_are_held_out(tmp_path):
     texts = [letter * 99 + "\n" for letter in "abcdefghij"]
     names = [name for name in map(str, range(100)) if zlib.crc32(name.encode()) % 5]
     lines = [{"id": i, "text": text} for i, text in zip(names, texts, strict=False)]
@@ -241,7 +241,7 @@ def test_a_few_documents_hold_out_the_last_ones(tmp_path):
     assert sides(tmp_path / "a.txt", 2) == sides(tmp_path / "a.txt", 10**9) == (["a"], ["b"])
 
 
-# --- what a store holds
+# --- the content of a store
 
 
 def make(source: Path, out: Path, encoding=BYTES, **options) -> Store:
@@ -257,9 +257,9 @@ def texts_of(made: Store, encoding=BYTES) -> list[str]:
     return [encoding.decode(ids[:-1].tolist(), errors="strict") for ids in pieces]
 
 
-def test_a_store_worked_by_hand(tmp_path):
-    # of the crc32 of a to d only d's is even: with holdout 2 it is held out, though it comes first
-    documents = {"d": "held", "a": "é", "b": "", "c": "[PAD]"}  # which is text here
+def test_a_store_equals_an_example_worked_by_hand(tmp_path):
+    # Of the crc32 of a to d only d's is even, so --holdout 2 holds out d, though it comes first.
+    documents = {"d": "held", "a": "é", "b": "", "c": "[PAD]"}  # "[PAD]" is plain text here
     lines = [{"id": name, "text": text} for name, text in documents.items()]
     made = make(write_lines(tmp_path / "in.jsonl", lines), tmp_path / "s", holdout=2)
     end = BYTES.eot_token
@@ -271,8 +271,8 @@ def test_a_store_worked_by_hand(tmp_path):
     assert made.tokens.dtype == np.uint16 and made.offsets.dtype == np.int64
 
 
-def test_the_store_of_the_embedded_corpus_is_what_it_always_was(tmp_path):
-    """A change here changes every run."""
+def test_the_store_of_the_embedded_corpus_never_changes(tmp_path):
+    """If it did, every run would."""
     made = make(MIX, tmp_path / "store", PD4K)
     assert (made.meta["documents"], made.meta["train_documents"]) == (4705, 4705 - 234)
     assert made.meta["sha256"] == {
@@ -281,7 +281,7 @@ def test_the_store_of_the_embedded_corpus_is_what_it_always_was(tmp_path):
     }
 
 
-def test_a_single_text_is_cut_alike_for_every_tokenizer(tmp_path, monkeypatch, capsys):
+def test_a_single_text_is_cut_at_the_same_place_for_every_tokenizer(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("in").mkdir()
     text = "".join(f"line {number}\n" for number in range(1000))
@@ -292,13 +292,13 @@ def test_a_single_text_is_cut_alike_for_every_tokenizer(tmp_path, monkeypatch, c
     assert "--learn-ranks" in printed
     assert re.search(r"^documents +2   each a file\ntokens +[0-9,]+ .*\nheld out +1 ", printed)
     made = Store.open("store")
-    assert made.meta["tokenizer"] == str(tmp_path / "a.tiktoken"), "from any folder"
+    assert made.meta["tokenizer"] == str(tmp_path / "a.tiktoken"), "an absolute path"
     training, held_out = texts_of(made)
     assert made.meta["train_documents"] == 1 and made.meta["held_out_by"] == "tail"
     assert texts_of(make(Path("in"), tmp_path / "pd4k", PD4K), PD4K) == [training, held_out]
 
 
-def test_it_is_said_what_a_document_is(tmp_path, monkeypatch, capsys):
+def test_prepare_prints_what_counts_as_a_document(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("a line of text\n" * 150_000)
     write_lines(Path("b.jsonl"), [{"text": "b"}])
@@ -321,13 +321,13 @@ def test_a_large_vocabulary_is_stored_in_uint32(tmp_path):
     made = make(TINY, tmp_path / "store", large)
     assert made.tokens.dtype == np.uint32 and made.tokens.max() == large.eot_token == 65_596
     assert sorted(texts_of(made, large)) == sorted(read(TINY))
-    bare = tmp_path / "store" / "tokens.bin"  # 32 bits, as ids need
+    bare = tmp_path / "store" / "tokens.bin"  # uint32 too, because of the vocabulary
     prepare.prepare_tokens(bare, tmp_path / "again", large, large.name)
     assert Store.open(tmp_path / "again").tokens.tolist() == made.tokens.tolist()
 
 
-def test_a_file_of_tokens_is_the_store_of_its_text(tmp_path, monkeypatch):
-    """Documents across blocks, one without text, and a last one without its end."""
+def test_a_store_of_a_token_file_holds_its_documents(tmp_path, monkeypatch):
+    """Documents span blocks, one is empty, and the last one lacks its end-of-text."""
     monkeypatch.setattr(prepare, "BLOCK", 14)
     texts = [f"Document {n}, of some length. " * (n % 3 + 1) for n in range(20)]
     for name, own in (("train.bin", texts[:15]), ("val.bin", texts[15:])):
@@ -348,22 +348,22 @@ FROM = "--tokens-from a.bin --tokenizer bytes"
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_of_a_file_of_tokens_of_any_name_the_end_is_held_out(tmp_path, monkeypatch, capsys, dtype):
+def test_of_a_token_file_the_end_is_held_out(tmp_path, monkeypatch, capsys, dtype):
     monkeypatch.chdir(tmp_path)
     width = "--tokens-dtype uint32" if dtype == "uint32" else ""
-    # the last two tokens, or rather those from an end-of-text on
+    # by default the last two tokens, moved to the next document boundary
     for flags, trained in ("", 24), ("--holdout 3", 18), ("--holdout 0", 27), ("--holdout 1", 0):
         BARE.astype(dtype).tofile("a.bin")
         prepare.main(f"{FROM} {width} {flags} --out {trained}".split())
         made = Store.open(str(trained))
         assert made.tokens.tolist() == BARE.tolist() and made.meta["train_tokens"] == trained
         assert "documents              9   each a part up to id 256\n" in capsys.readouterr().out
-    np.full(100, 7, dtype).tofile("a.bin")  # no end to cut at
+    np.full(100, 7, dtype).tofile("a.bin")  # no end-of-text to cut at
     prepare.main(f"{FROM} {width} --out one".split())
     assert Store.open("one").tokens.tolist() == [*[7] * 95, 256, *[7] * 5, 256]
 
 
-NO_TOKENS = [
+BAD_TOKENS = [
     (b"odd", FROM, "a.bin: Size of available data is not a multiple"),
     (gzip.compress(b"\1\0" * 99, mtime=0) + b"\0", FROM, "or unpack or convert it"),
     (NPY.getvalue(), FROM, "a.bin: is not bare uint16"),
@@ -378,8 +378,8 @@ NO_TOKENS = [
 ]
 
 
-@pytest.mark.parametrize(("content", "argv", "said"), NO_TOKENS)
-def test_what_is_no_file_of_tokens_or_no_flag_for_it(tmp_path, monkeypatch, content, argv, said):
+@pytest.mark.parametrize(("content", "argv", "said"), BAD_TOKENS)
+def test_bad_token_files_and_flags_are_refused(tmp_path, monkeypatch, content, argv, said):
     monkeypatch.chdir(tmp_path)
     for name in ("a.bin", "train.bin", "val.bin"):
         Path(name).write_bytes(content)
@@ -387,7 +387,7 @@ def test_what_is_no_file_of_tokens_or_no_flag_for_it(tmp_path, monkeypatch, cont
     assert not Path("no").exists()
 
 
-# --- a tokenizer of the documents for training
+# --- a tokenizer learned from the training documents
 
 
 def learned(corpus: Path, out: Path, *flags: str) -> bytes:
@@ -396,8 +396,8 @@ def learned(corpus: Path, out: Path, *flags: str) -> bytes:
     return out.read_bytes()
 
 
-def test_the_ranks_are_always_the_same_and_a_bar_shows_them(tmp_path, monkeypatch):
-    """Though Python's hash seed, and with it the order of sets, differs from run to run."""
+def test_learned_ranks_are_reproducible_and_a_bar_shows_progress(tmp_path, monkeypatch):
+    """Python's hash seed, and so the order of sets, differs from process to process."""
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -429,15 +429,15 @@ def test_the_embedded_ranks_are_learned_from_the_embedded_corpus(tmp_path):
     assert ranks == store.PD4K.read_bytes()
 
 
-# --- whole or not at all
+# --- completely or not at all
 
 
-def test_stopped_in_the_middle_no_store_appears(tmp_path, monkeypatch):
-    """A SIGTERM leaves nothing; what a SIGKILL leaves is in nobody's way."""
+def test_stopped_in_the_middle_prepare_leaves_no_store(tmp_path, monkeypatch):
+    """SIGTERM leaves nothing. What SIGKILL leaves does not prevent another attempt."""
     out = tmp_path / "killed/store"
     begin = partial(prepare.main, [str(TINY), "--out", str(out)])
     for number in (3, 5):
-        assert killed_at(number, begin) == -signal.SIGKILL and not out.exists()
+        assert run_and_kill_at(number, begin) == -signal.SIGKILL and not out.exists()
     make(TINY, out)
     monkeypatch.setattr(store.StoreWriter, "finish", lambda *_, **more: terminate())
     with pytest.raises(SystemExit, match="143"):
@@ -445,7 +445,7 @@ def test_stopped_in_the_middle_no_store_appears(tmp_path, monkeypatch):
     assert names(tmp_path) == ["killed"]
 
 
-def test_a_clone_that_cannot_be_written_has_its_corpus_in_the_users_cache(tmp_path, monkeypatch):
+def test_if_the_clone_is_read_only_the_embedded_store_is_in_the_users_cache(tmp_path, monkeypatch):
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "pd-mix.jsonl.gz").write_bytes(TINY.read_bytes())
     monkeypatch.setattr(prepare.runtime, "ROOT", tmp_path)

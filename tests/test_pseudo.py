@@ -1,12 +1,13 @@
-"""Pseudo-to-Real: stages, the state that is handed over, and runs that change their model."""
+"""Pseudo-to-Real: stages, the state passed to the next stage, and runs that change their model."""
 
 import copy
+import re
 import shutil
 from itertools import pairwise
 
 import pytest
 import torch
-from conftest import ALL_ON, losses_of, metrics, read_log
+from conftest import ALL_ON, losses_of, metrics, read_log, refusal
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
@@ -26,7 +27,7 @@ REAL = tuple(range(8))
 # ---- stages
 
 
-def test_worked_examples():
+def test_stages_equal_worked_examples():
     assert stage(6, 6, 2) == (0, 1, 0, 1, 0, 1)
     assert stage(4, 4, 1) == (0, 0, 0, 0)
     assert stage(6, 3, 3) == (0, -1, 2, -1, -1, 5)
@@ -36,7 +37,7 @@ def test_worked_examples():
 
 
 @given(st.integers(1, 40), st.data())
-def test_a_stage_holds_what_it_says(layers, data):
+def test_stages_share_evenly_among_the_present_layers(layers, data):
     present = data.draw(st.integers(1, layers))
     group = data.draw(st.sampled_from([n for n in range(1, present + 1) if present % n == 0]))
     owners = stage(layers, present, group)
@@ -44,24 +45,24 @@ def test_a_stage_holds_what_it_says(layers, data):
     assert (len(owners), len(there), len(set(there))) == (layers, present, group)
     assert {there.count(owner) for owner in there} == {present // group}
     assert all(owners[owner] == owner for owner in there), "an owner uses its own weights"
-    assert all(owner <= layer for layer, owner in enumerate(owners)), "and comes first"
+    assert all(owner <= layer for layer, owner in enumerate(owners)), "and is the first to use them"
     assert owners[0] == 0 and (present == 1 or owners[-1] != ABSENT)
     sources = [origin(owners, layer) for layer in range(layers)]
     counts = [sources.count(owner) for owner in set(there)]
-    assert max(counts) - min(counts) <= present // group, "every weight is copied as often"
+    assert max(counts) - min(counts) <= present // group, "all weights are copied equally often"
 
 
 def settings_of(flags):
     return config.build(config.parse(f"--layers 8 --pseudo {flags}".split()))
 
 
-def test_units_double_on_the_way():
+def test_units_double_at_every_fraction_of_pseudo_until():
     settings = settings_of("--pseudo-group 1 --pseudo-until 0.1,0.2,0.4")
     seen = [owners_at(settings.pseudo, settings.model.layers, at / 20) for at in range(21)]
     stages = [stage(8, 8, 1), stage(8, 8, 2), stage(8, 8, 4), REAL]
     assert seen == stages[:1] * 2 + stages[1:2] * 2 + stages[2:3] * 4 + stages[3:] * 13
-    assert settings_of("").pseudo.until == "0.05", "shared weights part early"
-    assert settings_of("--pseudo-layers 4").pseudo.until == "0.75", "new layers come late"
+    assert settings_of("").pseudo.until == "0.05", "the default for shared weights"
+    assert settings_of("--pseudo-layers 4").pseudo.until == "0.75", "the default for new layers"
 
 
 REFUSED = {
@@ -72,13 +73,12 @@ REFUSED = {
 }
 
 
-def test_what_cannot_be_is_refused():
+def test_impossible_stages_are_refused():
     for flags, says in REFUSED.items():
-        with pytest.raises(ValueError, match=says):
-            settings_of(flags)
+        assert re.search(says, refusal(settings_of, flags))
 
 
-# ---- the state that is handed over
+# ---- the state for the next stage
 
 
 def model_of(owners, seed=0):
@@ -119,21 +119,21 @@ def model_from(state):
 
 @pytest.mark.parametrize("policy", pseudo.STATES)
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_delinking_preserves_the_function_bitwise(policy, kind):
+def test_unsharing_weights_keeps_the_models_function_bitwise(policy, kind):
     model, state = trained(stage(8, 8, 4), kind)
     before = copy.deepcopy(state)
     real = hand_over(state, REAL, policy)
     assert torch.equal(logits_of(model_from(real)), logits_of(model))
-    assert real["step"] == state["step"], "what it does not know of stays"
+    assert real["step"] == state["step"], "other entries are kept"
     tensors = [t for name, t in real["model"].items() if name.startswith("h.")]
     tensors += [t for kept in real["optimizers"]["state"].values() for t in kept.values()]
-    assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors), "none is shared"
+    assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors), "no memory is shared"
     for a, b in zip(tree_leaves(state), tree_leaves(before), strict=True):
-        assert torch.equal(torch.as_tensor(a), torch.as_tensor(b)), "it is pure"
+        assert torch.equal(torch.as_tensor(a), torch.as_tensor(b)), "the input was changed"
 
 
-def test_the_worked_example_of_the_state():
-    """Two layers of one weight: the second moment doubles, the first and the count stay."""
+def test_optimizer_state_equals_the_worked_example():
+    """Two layers share a weight. The second moment doubles; the first and the step count stay."""
     _, state = trained((0, 0))
     kept = state["optimizers"]["state"]
     of_one = kept["h.0.ln_1.weight"]
@@ -148,7 +148,7 @@ def test_the_worked_example_of_the_state():
     assert all(torch.equal(reset["wte.weight"][k], v) for k, v in kept["wte.weight"].items())
 
 
-def test_units_that_double_keep_their_place():
+def test_doubling_twice_equals_quadrupling():
     _, state = trained(stage(4, 4, 1))
     for policy in ("copy", "rescale"):
         twice = hand_over(hand_over(state, stage(4, 4, 2), policy), stage(4, 4, 4), policy)
@@ -173,11 +173,8 @@ def test_new_layers_are_copies_of_their_neighbours(kind):
 # ---- the gradients
 
 
-def test_the_update_of_shared_weights_is_that_of_the_mean_gradient():
-    """Worked out on the same model without sharing: the gradients of its layers, averaged.
-
-    In two micro-batches.
-    """
+def test_shared_weights_get_the_mean_gradient_of_their_layers():
+    """The mean is computed on a model without sharing, over two micro-batches."""
     owners = stage(4, 4, 2)
     shared = model_of(owners)
     apart = model_of(tuple(range(4)))
@@ -210,8 +207,8 @@ write_sample = sample.write
 
 
 @pytest.fixture
-def folder_of(short_ends, finished):
-    """The folder of a run of eight plain steps, each made once: folder_of("--ltd")"""
+def folder_of(no_sample_or_report, finished):
+    """The folder of a run of about eight steps, made once: folder_of("--ltd")"""
     return lambda flags="": finished(f"{SHORT} {flags}")
 
 
@@ -222,13 +219,13 @@ def test_off_is_absent(folder_of, monkeypatch):
     assert metrics(read_log(folder_of("--seed 1337"))) == plain
     monkeypatch.undo()
     monkeypatch.setattr(pseudo, "average", None)
-    with pytest.raises(TypeError):  # a run that shares weights does call it
+    with pytest.raises(TypeError):  # control: a run that shares weights calls it
         folder_of(SHARED)
 
 
 @pytest.mark.parametrize("base, neutral", [("", "--pseudo-group 4"), (ALL_ON, "--pseudo-layers 4")])
 def test_neutral_is_identity(folder_of, base, neutral):
-    """A unit of all layers, or all layers from the start."""
+    """A unit of all layers, or all layers present from the start."""
     run = folder_of(f"{base} --pseudo {neutral}")
     assert metrics(read_log(run)) == metrics(read_log(folder_of(base)))
 
@@ -238,12 +235,12 @@ SWITCHES = [(PARTING, (-1, 0, 1)), (GROWING, (0,)), (DOUBLING_BERT, (-1, 0))]
 
 
 @pytest.mark.parametrize("flags, places", SWITCHES, ids=["shared", "growing", "doubling"])
-def test_resume_before_at_and_after_the_switch_is_exact(folder_of, tmp_path, flags, places):
+def test_resuming_before_at_and_after_the_switch_is_exact(folder_of, tmp_path, flags, places):
     whole = folder_of(flags)
     switch = read_log(whole, "stage")[-1]
     assert switch["owners"] == [0, 1, 2, 3]
     files = sorted(file.name for file in whole.glob("step-*.pt"))
-    at = files.index(f"step-{switch['step']:08d}.pt")  # a checkpoint stands right at the switch
+    at = files.index(f"step-{switch['step']:08d}.pt")  # the checkpoint right at the switch
     for place in places:
         again = tmp_path / f"from{place}"
         again.mkdir()
@@ -253,20 +250,20 @@ def test_resume_before_at_and_after_the_switch_is_exact(folder_of, tmp_path, fla
         assert metrics(read_log(again)) == metrics(read_log(whole))
 
 
-def test_the_curve_goes_on_where_layers_get_their_own_weights(folder_of):
-    """The first loss of the real model is, to the bit, that of a shadow that goes on."""
+def test_the_loss_does_not_jump_when_layers_get_their_own_weights(folder_of):
+    """The first loss of the real model equals, bit for bit, that of a shadow that continues."""
     real, shadow = folder_of(PARTING), folder_of(f"{SHARED} --pseudo-until 0.75")
     (stage_line,) = read_log(real, "stage")
-    losses, wanted, switch = losses_of(real), losses_of(shadow), stage_line["step"]
-    assert losses[: switch + 1] == wanted[: switch + 1] and losses[switch + 1] != wanted[switch + 1]
+    losses, expected, after = losses_of(real), losses_of(shadow), stage_line["step"] + 1
+    assert losses[:after] == expected[:after] and losses[after] != expected[after]
     block = 4 * (12 * 32 * 32 + 13 * 32)
     assert stage_line["bytes"]["weights"] - stage_line["bytes_before"]["weights"] == 2 * block
 
 
-def test_growing_consumes_the_clock_by_the_layers_that_run(folder_of):
-    """Half of the layers, half of the tokens: the budget is reached by as much work as without.
+def test_tokens_count_by_the_share_of_layers_that_are_present(folder_of):
+    """With half of the layers, half of the tokens are consumed, so a budget means the same work.
 
-    Layers 0 and 3 are there at first; neither drops, whatever is dropped later.
+    At first only layers 0 and 3 are present, which never drop tokens.
     """
     steps = read_log(folder_of(GROWING), "train")
     consumed, worked = (
@@ -278,7 +275,7 @@ def test_growing_consumes_the_clock_by_the_layers_that_run(folder_of):
     assert steps[-1]["layer_tokens"] == 4 * steps[-1]["consumed_tokens"]
 
 
-def test_a_shadow_is_evaluated_and_sampled_like_any_run(folder_of, capsys, monkeypatch):
+def test_a_shadow_is_evaluated_and_sampled_like_any_model(folder_of, capsys, monkeypatch):
     monkeypatch.setattr(sample, "write", write_sample)
     for run in (folder_of(PARTING), folder_of(GROWING)):
         shadow = str(min(run.glob("step-*.pt")))

@@ -1,8 +1,8 @@
-"""Every command line of docs/recipes.md runs, as it stands there but for its size.
+"""Every command of docs/recipes.md runs, at a small size.
 
-What the lines name is made first: folders of text, questions, published weights. A
-line that trains a model gets flags that make it tiny, and GPT-2's tokenizer, which has to be
-downloaded, is that of bytes.
+First the test makes the files that the commands name: folders of text, questions, published
+weights. Commands that train get flags that make the model tiny. GPT-2's tokenizer, which would have
+to be downloaded, is replaced by bytes.
 """
 
 import importlib
@@ -28,13 +28,13 @@ SMALLER["discrete:128@0.5:512@0.85:2048"] = "discrete:8@0.5:16@0.85:32"
 
 
 def at_toy_size(module: str, arguments: list[str]) -> list[str]:
-    """The same command on little text: of a flag that is given twice the last value counts."""
+    """Shrink a command. If a flag is given twice, the last value counts."""
     words = [SMALLER.get(word, word) for word in arguments if word not in ("--size", "124M")]
     return [*words, *TINY.split()] if module == "train" else words
 
 
-def make_what_is_named() -> None:
-    """Files and folders that the page's reader has."""
+def make_input_files() -> None:
+    """Make the files and folders that the page's commands name."""
     text = read("README.md") + read("CHANGELOG.md")
     pages = [text[first : first + 2000] for first in range(0, 30_000, 2000)]
     for folder in ("my-text", "web"):
@@ -62,9 +62,9 @@ def make_what_is_named() -> None:
             save_file(out, entries)
 
 
-def test_every_command_runs(short_ends, tmp_path, monkeypatch, capsys):
+def test_every_command_runs(no_sample_or_report, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    make_what_is_named()
+    make_input_files()
     ran = []
     for line in commands_of(read(PAGE)):
         words = shlex.split(line, comments=True)

@@ -1,4 +1,4 @@
-"""The folder of a run, its log, when it goes on, when it starts over, and what is refused."""
+"""A run's folder and its log: when a run continues, when it starts over, and what is refused."""
 
 import fcntl
 import json
@@ -11,12 +11,12 @@ from functools import partial
 import pytest
 from conftest import (
     SMALL,
-    in_step,
-    killed_at,
+    assert_resume_refused,
+    at_step,
     losses_of,
     metrics,
     read_log,
-    resume_refused,
+    run_and_kill_at,
     terminate,
 )
 
@@ -28,13 +28,13 @@ from support.run import Log
 from support.runtime import ROOT
 from support.store import get_encoding
 
-pytestmark = pytest.mark.usefixtures("short_ends")
+pytestmark = pytest.mark.usefixtures("no_sample_or_report")
 FLAGS = f"{SMALL} --tokens 2048 --checkpoint-every 512 --eval-every 1024 --eval-tokens 100"
 
 
 @pytest.fixture(scope="module")
 def made(store_dir, tmp_path_factory):
-    """A finished run of 8 steps, and what it computed."""
+    """A finished run of 8 steps: its folder and its metrics."""
     folder = tmp_path_factory.mktemp("made") / "run"
     assert train.main(f"{FLAGS} --data {store_dir} --out {folder}".split()) == 0
     return folder, metrics(read_log(folder))
@@ -42,18 +42,18 @@ def made(store_dir, tmp_path_factory):
 
 @pytest.fixture
 def folder(made, tmp_path, monkeypatch):
-    """A copy of it, ./run."""
+    """A copy of the finished run, in ./run."""
     monkeypatch.chdir(tmp_path)
     return shutil.copytree(made[0], tmp_path / "run")
 
 
-def killed():
+def interrupt():
     raise KeyboardInterrupt
 
 
-def test_a_run_that_never_saved_starts_over_and_says_so(made, store_dir, tmp_path, capsys):
+def test_a_run_without_a_checkpoint_starts_over_and_says_so(made, store_dir, tmp_path, capsys):
     folder = tmp_path / "run"
-    with in_step(2, killed), pytest.raises(KeyboardInterrupt):
+    with at_step(2, interrupt), pytest.raises(KeyboardInterrupt):
         train.main(f"{FLAGS} --data {store_dir} --out {folder}".split())
     assert len(read_log(folder, "train")) == 1 and not list(folder.glob("*.pt"))
     assert train.main(["--resume", "--out", str(folder)]) == 0
@@ -65,15 +65,17 @@ def test_a_run_that_never_saved_starts_over_and_says_so(made, store_dir, tmp_pat
 
 @pytest.mark.faults
 @pytest.mark.parametrize("more", ["--checkpoint-every 0", "--fsdp"])
-def test_killed_at_any_change_the_one_command_goes_on(more, store_dir, tmp_path, monkeypatch):
-    """Also before its config.json is there, its log, its first checkpoint."""
+def test_a_run_killed_at_any_moment_resumes(more, store_dir, tmp_path, monkeypatch):
+    """The command with --resume auto is killed before every change of the disk and repeated, also
+    before there is a config.json, a log or a checkpoint.
+    """
     write = Log.write
 
-    def heard(self, event: str, **values: object) -> None:
-        sys.audit("os.truncate")  # Python itself reports no write
+    def audited(self, event: str, **values: object) -> None:
+        sys.audit("os.truncate")  # because Python reports no writes
         write(self, event, **values)
 
-    monkeypatch.setattr(Log, "write", heard)
+    monkeypatch.setattr(Log, "write", audited)
     line = f"{SMALL} --tokens 512 --eval-every 256 --eval-tokens 99 --final-eval-tokens 99"
     line = f"{line} --layers 1 --data {store_dir} --keep 1 --resume auto {more} --out {tmp_path}"
     assert train.main(f"{line}/whole --no-fsdp".split()) == 0
@@ -82,8 +84,8 @@ def test_killed_at_any_change_the_one_command_goes_on(more, store_dir, tmp_path,
         number += 1
         out = tmp_path / f"run-{number}"
         begin = partial(train.main, f"{line}/{out.name}".split())
-        status = killed_at(number, begin)
-        assert status == 0 or killed_at(0, begin) == 0
+        status = run_and_kill_at(number, begin)
+        assert status == 0 or run_and_kill_at(0, begin) == 0
         assert losses_of(out) == losses_of(tmp_path / "whole")
         events = [line["event"] for line in read_log(out)]
         assert (events.count("finished"), events.count("eval")) == (1, 3)
@@ -91,14 +93,14 @@ def test_killed_at_any_change_the_one_command_goes_on(more, store_dir, tmp_path,
     assert number > 20
 
 
-def test_nothing_is_written_through_a_link(folder, tmp_path):
+def test_the_log_is_not_written_through_a_link(folder, tmp_path):
     log = (folder / "log.jsonl").rename(tmp_path / "elsewhere.jsonl")
     (folder / "log.jsonl").symlink_to(log)
-    checkpoint.find(folder, "last").unlink()  # so that there is something left to do
-    resume_refused(folder, r"log\.jsonl is a link: replace it with the file")
+    checkpoint.find(folder, "last").unlink()  # so that steps remain
+    assert_resume_refused(folder, r"log\.jsonl is a link: replace it with the file")
 
 
-def test_without_a_damaged_checkpoint_the_run_goes_on_from_the_one_before(
+def test_if_the_last_checkpoint_is_damaged_a_run_resumes_from_the_one_before(
     folder, made, monkeypatch, capsys
 ):
     monkeypatch.setattr("support.run.commit", lambda: "another")
@@ -106,15 +108,17 @@ def test_without_a_damaged_checkpoint_the_run_goes_on_from_the_one_before(
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
     newest.write_bytes(content)
-    resume_refused(folder, rf"{newest.name} is damaged.*; delete it")
+    assert_resume_refused(folder, rf"{newest.name} is damaged.*; delete it")
     newest.unlink()
     assert train.main(["--resume", "--out", "run"]) == 0
     assert " and is now another: losses may differ" in capsys.readouterr().out
     assert newest.exists() and metrics(read_log(folder)) == made[1]
 
 
-def test_from_the_best_on_later_checkpoints_are_set_aside(store_dir, tmp_path, monkeypatch, capsys):
-    """`last` must not mean one that this run never made."""
+def test_resuming_from_the_best_sets_later_checkpoints_aside(
+    store_dir, tmp_path, monkeypatch, capsys
+):
+    """Otherwise `last` could be a checkpoint of the abandoned continuation."""
     folder, scores = tmp_path / "run", iter((3.0, 2.0, 4.0, 5.0, 6.0, 4.0, 5.0, 6.0))
     evaluate = train.evaluate
     monkeypatch.setattr(train, "evaluate", lambda *a, **k: evaluate(*a, **k) * 0 + next(scores))
@@ -128,35 +132,37 @@ def test_from_the_best_on_later_checkpoints_are_set_aside(store_dir, tmp_path, m
     assert metrics(read_log(folder)) == whole
 
 
-def test_a_run_goes_on_with_its_own_text_only(folder, store_dir, tmp_path):
+def test_a_run_resumes_only_with_its_text(folder, store_dir, tmp_path):
     checkpoint.find(folder, "last").unlink()
     moved = shutil.copytree(store_dir, tmp_path / "moved")
     assert train.main(["--resume", "--out", "run", "--data", str(moved)]) == 0
     (tmp_path / "text.txt").write_text("another text\n" * 500)
     prepare([tmp_path / "text.txt"], tmp_path / "other", get_encoding("bytes"), "bytes")
-    resume_refused(folder, "--data: the run in .* was started with another store", "--data other")
+    assert_resume_refused(
+        folder, "--data: the run in .* was started with another store", "--data other"
+    )
 
 
-def test_what_does_not_belong_to_the_run_is_refused(folder):
+def test_files_that_do_not_belong_to_the_run_are_refused(folder):
     path = checkpoint.find(folder, "last")
     checkpoint.save(path, checkpoint.load(path) | {"run": "another"})
-    resume_refused(folder, "belongs to another run: put back the one of .*run")
+    assert_resume_refused(folder, "belongs to another run: put back the one of .*run")
     for file in folder.glob("step-*.pt"):
         file.unlink()
-    resume_refused(folder, r"the checkpoints of .*run are gone: put one back")
+    assert_resume_refused(folder, r"the checkpoints of .*run are gone: put one back")
     file = folder / "config.json"
     about = json.loads(file.read_text())
     about["config"]["run.gone"] = 1
     file.write_text(json.dumps(about))
-    resume_refused(folder, r"run\.gone is not a setting of this version")
+    assert_resume_refused(folder, r"run\.gone is not a setting of this version")
     file.write_text("{")
-    resume_refused(folder, r"config\.json is damaged")
+    assert_resume_refused(folder, r"config\.json is damaged")
 
 
-def test_a_folder_has_one_process_at_a_time(folder):
+def test_only_one_process_at_a_time_uses_a_folder(folder):
     held = os.open(folder, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
-    resume_refused(folder, "is in use by another process: wait until it ends, or stop it")
+    assert_resume_refused(folder, "is in use by another process: wait until it ends, or stop it")
     os.close(held)
     assert train.main(["--resume", "--out", "run"]) == 0
 
@@ -165,32 +171,32 @@ def test_a_folder_has_one_process_at_a_time(folder):
 
 
 @pytest.mark.parametrize("rate", ["--schedule wsd", "--min-lr 1"])
-def test_more_tokens_before_the_decay_are_the_longer_run(store_dir, tmp_path, rate):
-    """The same losses as with the larger budget from the start, where no technique reads it."""
+def test_a_budget_raised_before_the_decay_gives_the_longer_run(store_dir, tmp_path, rate):
+    """Losses equal those with the larger budget from the start, if no technique depends on it."""
     flags = f"{FLAGS} --eval-every 0 --warmup-tokens 256 {rate} --data {store_dir}"
-    with in_step(3, terminate):
+    with at_step(3, terminate):
         assert train.main(f"{flags} --out {tmp_path / 'run'}".split()) > 128
     resume = ["--resume", "--out", str(tmp_path / "run")]
-    with in_step(5, killed), pytest.raises(KeyboardInterrupt):
+    with at_step(5, interrupt), pytest.raises(KeyboardInterrupt):
         train.main([*resume, "--tokens", "3072"])
-    assert train.main(resume) == 0, "config.json has the new budget"
+    assert train.main(resume) == 0, "config.json should have the new budget"
     assert train.main(f"{flags} --tokens 3072 --out {tmp_path / 'whole'}".split()) == 0
     losses = losses_of(tmp_path / "run")
     assert losses == losses_of(tmp_path / "whole") and len(losses) == 12
 
 
-def test_more_tokens_that_would_bend_the_learning_rate_are_refused(folder, store_dir, tmp_path):
-    resume_refused(folder, "--schedule linear already decays towards 2048", "--tokens 4096")
+def test_a_budget_raised_during_the_decay_is_refused(folder, store_dir, tmp_path):
+    assert_resume_refused(folder, "--schedule linear already decays towards 2048", "--tokens 4096")
     out = tmp_path / "wsd"
-    with in_step(7, terminate):
+    with at_step(7, terminate):
         train.main(f"{FLAGS} --schedule wsd --data {store_dir} --out {out}".split())
-    resume_refused(out, "at step 7 the learning rate is already decaying", "--tokens 4096")
+    assert_resume_refused(out, "at step 7 the learning rate is already decaying", "--tokens 4096")
 
 
 # ---- the log
 
 
-def test_provenance_names_the_commit_from_anywhere_or_none_without_git(tmp_path, monkeypatch):
+def test_the_commit_is_known_in_any_working_folder_and_none_without_git(tmp_path, monkeypatch):
     command = ["git", "describe", "--always", "--dirty"]
     git = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     monkeypatch.chdir(tmp_path)
@@ -201,14 +207,14 @@ def test_provenance_names_the_commit_from_anywhere_or_none_without_git(tmp_path,
     run_folder.commit.cache_clear()
 
 
-def test_the_log_forgets_what_a_killed_run_wrote_after_its_checkpoint(tmp_path):
+def test_resuming_truncates_the_log_to_the_checkpoint(tmp_path):
     log = Log(tmp_path, True)
     log.write("train", step=1)
     size = log.size()
     log.write("train", step=2)
-    log.file.write(b'{"event": "tra')  # torn by the kill
+    log.file.write(b'{"event": "tra')  # a line that a kill cut off
     log.file.close()
-    Log(tmp_path, False).write("train", step=1)  # another rank, which writes none
+    Log(tmp_path, False).write("train", step=1)  # another rank, which writes nothing
     log = Log(tmp_path, True, size)
     log.write("train", step=2, again=True)
     assert [line["step"] for line in read_log(tmp_path)] == [1, 2]

@@ -1,10 +1,10 @@
-"""Text from a model: what is drawn, and how it is shown."""
+"""Generating text: which tokens are drawn, and how they are printed."""
 
 import sys
 
 import pytest
 import torch
-from conftest import widened
+from conftest import refusal, widened
 
 import sample
 from model import Transformer, TransformerConfig
@@ -17,53 +17,53 @@ ROW = 8  # tokens of the longest row
 
 
 def model():
-    """With weights far from their start, so that positions and every layer matter."""
+    """Return a model with wide weights, so that positions and every layer matter."""
     return widened(Transformer(TransformerConfig("gpt", 3, 2, 16, 32, ROW, 320))).eval()
 
 
 def draw(count=20, of=None, prompt=(5, 6), **options):
-    """The prompt and what is drawn."""
+    """Return the prompt and the generated tokens."""
     options = {"allowed": 257, "generator": torch.Generator().manual_seed(3)} | options
     return [*prompt, *sample.generate(of or model(), list(prompt), count, **options)]
 
 
-# ---- what is drawn
+# ---- which tokens are drawn
 
 
-def test_a_seed_is_a_text_that_goes_on_from_the_prompt_beyond_the_context():
+def test_a_seed_determines_the_text_which_may_exceed_the_context():
     tokens = draw()
     assert tokens[:2] == [5, 6] and len(tokens) == 22  # the context is 8
     assert draw() == tokens != draw(generator=torch.Generator().manual_seed(4))
 
 
-def test_temperature_0_takes_the_likeliest():
+def test_temperature_0_draws_the_likeliest_token():
     tokens = draw(temperature=0)
     for at in range(2, len(tokens)):
         logits = model().logits(torch.tensor([tokens[max(0, at - ROW) : at]]))[0, -1, :257]
         assert tokens[at] == logits.argmax()
     assert draw(top_k=1) == draw(temperature=1e-320) == tokens
-    assert draw(temperature=0, stop=tokens[2]) == [5, 6], "it ends before the stop token"
-    assert max(draw(60, allowed=40, top_k=300)) < 40, "none of what pads the vocabulary"
+    assert draw(temperature=0, stop=tokens[2]) == [5, 6], "the stop token is not part of the text"
+    assert max(draw(60, allowed=40, top_k=300)) < 40, "padding of the vocabulary is never drawn"
 
 
-# ---- models that are changed
+# ---- offloaded models
 
 
-def test_an_offloaded_model_writes_the_same():
-    wanted, gpt = draw(3 * ROW), model()
+def test_an_offloaded_model_generates_the_same_text():
+    expected, gpt = draw(3 * ROW), model()
     first, *others = parts_of(gpt, False)
     placement = Placement(
         (first, *(p._replace(offloaded=Offloaded.WEIGHTS) for p in others)), "fp32", budget=0
     )
     Offload(placement).move(gpt, torch.device("cpu"))
-    assert draw(3 * ROW, gpt) == wanted
+    assert draw(3 * ROW, gpt) == expected
 
 
-# ---- how it is shown
+# ---- the command
 
 
-def test_shown_as_it_is_drawn(monkeypatch, run_of, capfd):
-    """Every token is on the terminal before the next one is drawn; an interrupt ends the line."""
+def test_text_is_printed_as_it_is_drawn(monkeypatch, run_of, capfd):
+    """Every token is printed before the next one is drawn. An interrupt ends the line."""
     shown = []
     monkeypatch.setattr(sys, "argv", ["sample.py", str(run_of()), "--prompt", "x"])
 
@@ -82,7 +82,7 @@ def test_shown_as_it_is_drawn(monkeypatch, run_of, capfd):
     assert shown == ["x", "é", "", "", "", "🙂"] and capfd.readouterr() == ("\n", "")
 
 
-def test_the_command_prints_what_is_drawn(run_of, capsys):
+def test_the_command_prints_the_drawn_tokens(run_of, capsys):
     run = str(run_of())
     _, gpt, _ = sample.load_run(run, "last")
     random = sample.rng.generator(torch.device("cpu"), 3, 0)
@@ -96,15 +96,15 @@ def test_the_command_prints_what_is_drawn(run_of, capsys):
     sample.main([run, "--tokens", "3", "--checkpoint", "best", "--dtype", "bf16"])
 
 
-def test_refusals(run_of):
+def test_a_bert_and_a_negative_temperature_are_refused(run_of):
     for flags, problem in {
         "bert": "holds a BERT",
         "bert --temperature -1": "--temperature",
     }.items():
-        with pytest.raises(ValueError, match=problem):
-            sample.main(flags.replace("bert", str(run_of("--model bert"))).split())
+        argv = flags.replace("bert", str(run_of("--model bert"))).split()
+        assert problem in refusal(sample.main, argv)
 
 
-def test_a_tokenizer_that_has_grown_is_refused():
-    with pytest.raises(ValueError, match="tokenizer pd4k has 4097 tokens, the model 320"):
-        sample.write(model(), get_encoding(), "", 9)
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused():
+    message = refusal(sample.write, model(), get_encoding(), "", 9)
+    assert "tokenizer pd4k has 4097 tokens, the model 320" in message

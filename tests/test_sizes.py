@@ -1,4 +1,4 @@
-"""What a model and a step cost: parameters, FLOPs beside torch's counter, and a run's first lines.
+"""Costs of a model and a step: parameters, FLOPs against torch's counter, and a run's first lines.
 
 python -m pytest tests/test_sizes.py
 """
@@ -8,7 +8,8 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import ALL_ON, SMALL, contents, refusal_of
+from conftest import ALL_ON, SMALL, command_error, contents, refusal
+from small_stores import ONE
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 import config
@@ -22,38 +23,37 @@ from support.optim import OptimConfig
 from support.runtime import Runtime
 from support.sizes import SIZES, flops_of_step, parameter_count, with_defaults
 
-ONE = Runtime(0, 1, torch.device("cpu"), torch.float32, "")
 
-
-def test_published_parameter_counts():
+def test_parameter_counts_equal_published_ones():
     layers, heads, width, T, *_ = SIZES["124M"]
     gpt2 = TransformerConfig("gpt", layers, heads, width, 4 * width, T, 50257)
     assert parameter_count(gpt2) == 124_439_808
-    # BERT-base as published with its masked-token head: 109,514,298; less the two rows of token
-    # types, of which the model keeps one, inside its positions.
+    # BERT-base with its masked-token head is published with 109,514,298, including two rows of
+    # token types. The model has none: it adds one of them to its positions.
     layers, heads, width, T, *_ = SIZES["bert-base"]
     shape = TransformerConfig("bert", layers, heads, width, 4 * width, T, 30522)
     assert parameter_count(shape) == 109_514_298 - 2 * width
 
 
-def test_only_a_new_nano_gpt_has_a_head_and_a_beta2_of_its_own():
+def test_only_a_new_nano_gpt_has_an_untied_head_and_its_own_beta2():
     init, told = {"model.init": "a.safetensors"}, {"model.tied": True, "optim.beta2": 0.5}
     others = [(0.95, {"model.size": "124M"}), (0.95, init), (0.999, {"model.model": "bert"})]
     others.append((0.99, init | {"model.size": "nano"}))  # --init RUN of a nano
     for beta2, given in [(0.99, {}), (0.5, told), *others]:
-        found = with_defaults(given)
-        assert (found["model.tied"], found["optim.beta2"]) == (given != {}, beta2), given
+        result = with_defaults(given)
+        assert (result["model.tied"], result["optim.beta2"]) == (given != {}, beta2), given
 
 
 # ---- FLOPs
 
 
-def test_flops_worked_examples():
+def test_flops_equal_worked_examples():
     shape = TransformerConfig("gpt", 2, 1, 4, 16, 8, 10)
     full = {"filled": np.array([8]), "squares": np.array([64])}
     assert flops_of_step(shape, 8, [8, 4], **full) == 17_664
     assert flops_of_step(shape, 8, [8, 0], **full) == 17_664 - 6 * (192 * 4 + 4 * 4 * 4)
-    # two rows, of documents of 4 and 2, and of 3; half of 6 is kept, and all of 3: 5 + 9 pairs
+    # a row with documents of 4 and 2 keeps half of its 6 tokens, a row with a document of 3 keeps
+    # all: 5 + 9 pairs
     packed = {"filled": np.array([6, 3]), "squares": np.array([20, 9])}
     matrices = 6 * (192 * (8 + 3) + 10 * 4 * 8) * 2
     assert flops_of_step(shape, 8, [8, 3], **packed) == matrices + 6 * 4 * (29 + 14)
@@ -69,7 +69,7 @@ def attention_flops(q, k, v, *more, out_shape=None, **options):
 
 
 def backward_flops(dout, q, k, v, out, lse, dropout, causal, *more, out_shape=None, **options):
-    """Four products; that the scores are computed again is nothing that the model needs."""
+    """Count four products, not the scores that are computed again: the model does not need them."""
     return 2 * sdpa_flop_count(q, k, v) // (2 if causal else 1)
 
 
@@ -77,7 +77,7 @@ def addmm_flops(into, left, right, *more, out_shape=None, **options):
     return 2 * left[0] * left[1] * right[1]
 
 
-MAPPING = {  # what torch's counter does not know, and causal attention as half of the square
+MAPPING = {  # what torch's counter lacks, and causal attention counted as half of the square
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: backward_flops,
     torch.ops.aten.addmm_: addmm_flops,
@@ -92,8 +92,8 @@ def planned(line: str) -> Plan:
     return Plan(settings, data.store, data.special_ids, ONE, shape)
 
 
-# On a CPU, documents in one call are padded to one length, and their scores are computed again in
-# the backward pass.
+# The upper limit allows for work that a CPU adds: documents in one call are padded to one length,
+# and the backward pass computes their scores again.
 STEPS = [
     ("", 1.001),
     ("--ltd", 1.001),
@@ -108,7 +108,7 @@ STEPS = [
 
 
 @pytest.mark.parametrize(("flags", "at_most"), STEPS)
-def test_a_step_has_the_flops_that_torch_counts(flags, at_most):
+def test_the_flops_of_a_step_equal_torchs_count(flags, at_most):
     plan = planned(f"{FEW} {flags}")
     step, net = plan(Clock()), Transformer(plan.model)
     trainer = train.assemble(plan.settings, model=net, runtime=ONE, micro_batch=4)
@@ -117,7 +117,7 @@ def test_a_step_has_the_flops_that_torch_counts(flags, at_most):
     assert 0.999 < counter.get_total_flops() / step.after.flops < at_most
 
 
-def test_a_peak_is_known_by_the_devices_name(monkeypatch):
+def test_peak_flops_follow_from_the_devices_name(monkeypatch):
     def peak(name: str, dtype: torch.dtype = torch.bfloat16) -> float | None:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
         return sizes.peak_flops(Runtime(0, 2, torch.device("cuda"), dtype, ""))
@@ -130,8 +130,10 @@ def test_a_peak_is_known_by_the_devices_name(monkeypatch):
     assert sizes.peak_flops(ONE) is None
 
 
-def test_the_log_says_what_steps_cost_and_how_fast_they_are(run, short_ends, log_of, monkeypatch):
-    assert all(line["mfu"] is None for line in log_of("") if line["event"] == "train")
+@pytest.mark.usefixtures("no_sample_or_report")
+def test_the_log_has_the_flops_and_the_speed_of_steps(run, monkeypatch):
+    on_cpu = run("--tokens 256", out="cpu")
+    assert [line["mfu"] for line in on_cpu if line["event"] == "train"] == [None]
     monkeypatch.setattr(train, "peak_flops", lambda runtime: 1e12)
     lines = run("--tokens 512")
     assert lines[0]["train_tokens"] == 682_416 and lines[0]["peak_flops"] == 1e12
@@ -146,29 +148,28 @@ def test_the_log_says_what_steps_cost_and_how_fast_they_are(run, short_ends, log
 # ---- the micro-batch
 
 
-def test_a_micro_batch_shares_rows_evenly():
+def test_micro_batches_share_rows_evenly():
     def rows(batch: int, ranks: int = 1, asked=None, seq_len=256, device="cpu", by_document=False):
         runtime = Runtime(0, ranks, torch.device(device), torch.float32, "")
         optim = OptimConfig(batch_tokens=batch * seq_len, micro_batch_size=asked)
         return sizes.micro_batch_rows(optim, seq_len, runtime, by_document)
 
     assert [rows(16, ranks) for ranks in (1, 2, 16)] == [16, 8, 1]
-    assert rows(16, asked=4) == 4 and rows(24) == 12, "16 would not divide 24"
+    assert rows(16, asked=4) == 4 and rows(24) == 12, "16 does not divide 24"
     assert (rows(512, seq_len=1024), rows(512, seq_len=1024, device="cuda")) == (4, 32)
     assert rows(1, seq_len=8192) == 1, "at least a row"
     assert (rows(16, 3, by_document=True), rows(1, 2, by_document=True)) == (5, 1)
-    with pytest.raises(ValueError, match="16 x --micro-batch-size 1 x"):
-        rows(17, 16)
+    assert "16 x --micro-batch-size 1 x" in refusal(rows, 17, 16)
 
 
-def test_too_little_memory_is_one_line_that_names_the_flags(store_dir, monkeypatch, capsys):
+def test_out_of_memory_is_one_line_that_names_the_flags(store_dir, monkeypatch, capsys):
     def out_of_memory(*_, **more):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore")
 
     monkeypatch.setattr(train, "assemble", out_of_memory)
     line = f"train.py {SMALL} --data {store_dir} --out new"
-    said = refusal_of(train.main, line.split(), monkeypatch, capsys)
-    assert "--micro-batch-size 8 is too much" in said and "--checkpoint-activations" in said
+    message = command_error(train.main, line.split(), monkeypatch, capsys)
+    assert "--micro-batch-size 8 is too much" in message and "--checkpoint-activations" in message
 
 
 # ---- the first lines
@@ -185,8 +186,8 @@ AHEAD = [
 
 
 @pytest.mark.parametrize("flags", AHEAD)
-def test_what_is_ahead_is_what_the_run_does(flags, store_dir):
-    """Step by step it comes to the same clock, if rows are full."""
+def test_the_predicted_end_is_that_of_the_run(flags, store_dir):
+    """Planning step by step ends at the same clock, if rows are full."""
     plan, clock = planned(f"{SMALL} --data {store_dir} {flags}"), Clock()
     while clock.consumed_tokens < 4096:
         clock = plan(clock).after
@@ -201,7 +202,7 @@ def test_what_is_ahead_is_what_the_run_does(flags, store_dir):
 
 
 @pytest.mark.parametrize("flags", ["--ltd --ltd-start 8 --pack", "--pseudo --pseudo-layers 2"])
-def test_what_a_run_reads_beside_plain_and_the_budget_of_equal_text(flags, store_dir):
+def test_the_comparison_with_a_plain_run_and_the_budget_for_equal_text_are_right(flags, store_dir):
     line = f"{SMALL} --data {store_dir} {flags} --tokens"
     plan = planned(f"{line} 100K")
     own, plain = (p.end(Clock()) for p in (plan, plan.plain()))
@@ -214,7 +215,7 @@ def test_what_a_run_reads_beside_plain_and_the_budget_of_equal_text(flags, store
     assert plan.plain().beside_plain(Clock(), plain, plain) == ""
 
 
-def test_steps_alike_are_taken_together_worked_example(store_dir, monkeypatch):
+def test_equal_steps_are_predicted_together_and_equal_a_worked_example(store_dir, monkeypatch):
     """Two of four layers keep 16 of 32 tokens until 0.5: a step of 8 rows consumes 8 * 24, then
     8 * 32. 4,096,000 * 0.5 / 192 are 10,667 steps, to 2,048,064; the rest / 256 are 8,000.
     """
@@ -227,23 +228,23 @@ def test_steps_alike_are_taken_together_worked_example(store_dir, monkeypatch):
     assert "more than 4 times" in plan.ahead_in_words(Clock(), end)
 
 
-def test_a_dry_run_makes_nothing(store_dir, tmp_path, monkeypatch, capsys):
+def test_a_dry_run_writes_nothing(store_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "assemble", pytest.fail)
     offload = "--model bert --offload --offload-budget 400KB"
     for flags in (f"{ALL_ON} --out there", offload):
         line = f"{SMALL} --data {store_dir} {flags} --tokens 2048 --dry-run"
         assert train.main(line.split()) == 0
-        said = capsys.readouterr().out
+        output = capsys.readouterr().out
         assert not list(tmp_path.iterdir())
         parts = r"0\.0[67] M parameters \(.*blocks 0\.05 M.*\) with a vocabulary of 320, cpu"
-        assert re.search(parts, said) and ("--offload: " in said) == (flags == offload)
-        assert re.search(r"memory: weights 0.3 MB, gradients 0.3 MB, optimizer 0.[34] MB", said)
-        both = re.findall(r"^(?:ahead|without techniques): (\d+) steps.*FLOP", said, re.MULTILINE)
+        assert re.search(parts, output) and ("--offload: " in output) == (flags == offload)
+        assert re.search(r"memory: weights 0.3 MB, gradients 0.3 MB, optimizer 0.[34] MB", output)
+        both = re.findall(r"^(?:ahead|without techniques): (\d+) steps.*FLOP", output, re.MULTILINE)
         assert len(both) == 2 and both[1] == "8"
 
 
-def test_a_dry_run_of_a_run_that_is_there_leaves_it_as_it_is(run, tmp_path, store_dir, capsys):
+def test_a_dry_run_of_an_existing_run_does_not_change_it(run, tmp_path, store_dir, capsys):
     run("--tokens 1024 --checkpoint-every 512 --eval-every 512")
     folder = tmp_path / "run"
     sorted(folder.glob("step-*.pt"))[-1].unlink()

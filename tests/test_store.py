@@ -1,7 +1,7 @@
-"""Encodings agree with the definition of BPE, and learning with a count over every pair.
+"""Encodings equal the definition of BPE, and learned ranks those of counting every pair.
 
-And which stores are refused, and that a file or a folder has its name when it is whole. Does not
-judge whether pd4k is a good vocabulary: corpus/SOURCE.md has its bytes per token.
+Also: which stores are refused, and that files and folders appear completely or not at all. Whether
+pd4k is a good vocabulary is not tested; corpus/SOURCE.md lists its bytes per token.
 """
 
 import errno
@@ -31,20 +31,20 @@ SPECIAL = ["<|endoftext|>", "[PAD]", "[CLS]", "[SEP]", "[MASK]"]
 PD4K = store.get_encoding()
 BYTES = store.get_encoding("bytes")
 PD4K_RANKS = {PD4K.decode_single_token_bytes(rank): rank for rank in range(PD4K.eot_token)}
-with TemporaryDirectory() as folder:  # Llama 3's pattern and special tokens, and few ranks
+with TemporaryDirectory() as folder:  # Llama 3's pattern and special tokens, with few ranks
     store.write_ranks(Path(folder) / "tokenizer.model", {**PD4K_RANKS, b".\n": 4096})
     LLAMA3 = store.get_encoding(f"{folder}/tokenizer.model")
 TEXTS = [document.text for document in Corpus([TINY]).documents()]
 
-# Letters, numbers, marks, blanks and controls of several alphabets, and what GPT-2's pattern
-# treats apart; of each kind those that every version of Unicode in use agrees on.
+# Letters, numbers, marks, blanks and control characters of several alphabets, and what GPT-2's
+# pattern treats specially. All versions of Unicode in use classify these characters alike.
 AWKWARD = " \t\n\r\0\x1f\x85\xa0\u2028\u3000'sdmtlver[]<|>_.,!-"
 AWKWARD += "09²½ⅫaZéßµжЖ中文字ひ한e\u0301🙂👩\u200d🚀🇫🇷\ufeff"
 texts = st.text(st.sampled_from(AWKWARD) | st.characters(codec="ascii"), max_size=60)
 
 
 def merge_by_rank(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
-    """BPE as defined: while any two neighbours form a token, join the two of the lowest rank."""
+    """Encode by the definition: while two neighbours form a token, join those of lowest rank."""
     parts = [bytes([byte]) for byte in piece]
     while True:
         joined = [(ranks.get(a + b, len(ranks)), i) for i, (a, b) in enumerate(pairwise(parts))]
@@ -55,7 +55,7 @@ def merge_by_rank(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
 
 
 def learn_by_definition(pieces: list[str], n_ranks: int) -> list[bytes]:
-    """Algorithm 1 of arXiv 1508.07909: count all pairs anew for each merge."""
+    """Learn by algorithm 1 of arXiv 1508.07909: count all pairs again for each merge."""
     tokens = [bytes([byte]) for byte in range(256)]
     words = [list(piece.encode()) for piece in pieces]
     while len(tokens) < n_ranks:
@@ -76,7 +76,7 @@ def learn_by_definition(pieces: list[str], n_ranks: int) -> list[bytes]:
 # --- learning
 
 
-def test_the_worked_example_learned_and_encoded(tmp_path):
+def test_learning_and_encoding_equal_the_worked_example(tmp_path):
     path = tmp_path / "example.tiktoken"
     learned = store.learn_ranks(["aaabdaaabac"], 259)
     assert list(learned)[256:] == [b"aa", b"ab", b"aaab"]
@@ -89,11 +89,11 @@ def test_the_worked_example_learned_and_encoded(tmp_path):
 @given(st.lists(st.text("ab-", min_size=1, max_size=30), min_size=1), st.integers(256, 264))
 @example(["a" * n for n in range(1, 40)], 266)  # aaaa+a and aa+aaa spell one token
 @example(TEXTS[:20], 290)
-def test_learning_equals_counting_every_pair_anew_in_any_order(texts, n_ranks):
+def test_learned_ranks_equal_the_definition_whatever_the_order_of_texts(texts, n_ranks):
     pieces = [piece for text in texts for piece in regex.findall(store.SPLIT, text)]
     try:
         learned = list(store.learn_ranks(texts, n_ranks))
-    except ValueError as error:  # pairs ran out: as many as it says are there to be learned
+    except ValueError as error:  # too few pairs: it says how many ranks can be learned
         n_ranks = int(re.search(r"only (\d+)", str(error))[1])
         learned = list(store.learn_ranks(texts, n_ranks))
     assert learned == learn_by_definition(pieces, n_ranks)
@@ -105,8 +105,8 @@ def test_learning_equals_counting_every_pair_anew_in_any_order(texts, n_ranks):
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from([PD4K, BYTES, LLAMA3]), texts | st.text(max_size=40))
-@example(PD4K, " " * 1_000_000 + "x")  # which overflows the stack with GPT-2's own pattern
-def test_any_text_comes_back_with_its_bytes_counted(encoding, text):
+@example(PD4K, " " * 1_000_000 + "x")  # overflows the stack with GPT-2's original pattern
+def test_any_text_decodes_to_itself_and_its_bytes_are_counted(encoding, text):
     ids = encoding.encode_ordinary(text)
     assert encoding.decode(ids, errors="strict") == text
     assert store.byte_lengths(encoding)[ids].sum() == len(text.encode())
@@ -116,7 +116,7 @@ def test_any_text_comes_back_with_its_bytes_counted(encoding, text):
 @given(texts)
 @example(TEXTS[0])
 @example("it's DON'T ...\n\n\r\n  12345 \n x=1;\n")
-def test_encoding_equals_the_definition_over_the_pieces_of_the_published_patterns(text):
+def test_encoding_equals_the_definition_with_the_published_patterns(text):
     gpt2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
     llama3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     llama3 += r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -131,13 +131,13 @@ def test_encoding_equals_the_definition_over_the_pieces_of_the_published_pattern
     assert BYTES.encode_ordinary(text) == list(text.encode())
 
 
-def test_llama_3_has_256_special_tokens_of_which_the_second_ends_a_text():
-    """With 128,000 ranks that is 128001 of 128,256, as published."""
+def test_llama_3_has_256_special_tokens_and_the_second_is_end_of_text():
+    """With 128,000 ranks, that is token 128001 of 128,256, as published."""
     assert LLAMA3.eot_token == 4097 + 1 and LLAMA3.n_vocab == 4097 + 256
     assert {store.vocab_size(LLAMA3, model) for model in ("gpt", "bert")} == {4097 + 256}
 
 
-def test_special_tokens_follow_the_ranks_and_are_never_found_in_text():
+def test_special_tokens_follow_the_ranks_and_text_never_encodes_to_them():
     for encoding, n_ranks in (PD4K, 4096), (BYTES, 256):
         special = [encoding.encode_single_token(token) for token in SPECIAL]
         assert special == list(range(n_ranks, n_ranks + 5)) and encoding.eot_token == n_ranks
@@ -147,19 +147,19 @@ def test_special_tokens_follow_the_ranks_and_are_never_found_in_text():
         assert np.array_equal(store.byte_lengths(encoding) > 0, np.arange(n_ranks + 5) < n_ranks)
 
 
-@pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="gpt2's files are not here")
-def test_gpt2_is_tiktokens_with_four_more_special_tokens():
+@pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="gpt2's files are missing")
+def test_our_gpt2_is_tiktokens_with_four_more_special_tokens():
     ours, theirs = store.get_encoding("gpt2"), tiktoken.get_encoding("gpt2")
     for text in [*TEXTS[::20], "Hello world! \n\n  ½ 中文 🙂'll"]:
         assert ours.encode_ordinary(text) == theirs.encode_ordinary(text)
     assert [ours.encode_single_token(token) for token in SPECIAL] == list(range(50256, 50261))
     ids = ours.encode_ordinary_batch(TEXTS, num_threads=2)
-    assert sum(map(len, ids)) == 166_049, "as the README counts the corpus"
+    assert sum(map(len, ids)) == 166_049, "the README's count"
 
 
-def test_a_bad_file_of_ranks_is_refused_with_its_line(tmp_path):
+def test_a_bad_file_of_ranks_is_refused_with_the_line_number(tmp_path):
     path, lines = tmp_path / "bad.tiktoken", store.PD4K.read_bytes().splitlines()
-    for more in b"YWM=", b"YWI= two", b"YQ== 4096":  # no rank, no number, a token twice
+    for more in b"YWM=", b"YWI= two", b"YQ== 4096":  # no rank, not a number, a token twice
         path.write_bytes(b"\n".join([*lines, more]))
         assert refusal(store.get_encoding, str(path)).startswith(f"{path}:4097: ")
     path.write_bytes(b"\n".join(lines[:99]))
@@ -169,15 +169,15 @@ def test_a_bad_file_of_ranks_is_refused_with_its_line(tmp_path):
 # --- stores
 
 
-def test_a_tokenizer_is_known_by_its_ranks_not_by_its_name(tmp_path):
+def test_a_tokenizer_with_the_same_name_but_other_ranks_is_refused(tmp_path):
     path = tmp_path / "a.tiktoken"
     meta = {"tokenizer": str(path), "tokenizer_fingerprint": store.fingerprint(PD4K)}
     made = Store(Path("a store"), meta, np.empty(0), np.empty(0))
     made.check_tokenizer(PD4K)
     *ranks, last, before = PD4K_RANKS
     store.write_ranks(path, {token: rank for rank, token in enumerate([*ranks, before, last])})
-    said = refusal(made.check_tokenizer, store.get_encoding(str(path)))
-    assert said.startswith(f"a store: made with tokenizer {path}, not {path}: ")
+    message = refusal(made.check_tokenizer, store.get_encoding(str(path)))
+    assert message.startswith(f"a store: made with tokenizer {path}, not {path}: ")
 
 
 def test_a_damaged_store_is_refused(tmp_path):
@@ -202,10 +202,10 @@ def test_a_damaged_store_is_refused(tmp_path):
         assert said in refusal(Store.open, opened.path)
 
 
-# --- whole or not at all
+# --- completely or not at all
 
 
-def test_all_bytes_are_on_the_disk_before_the_name(tmp_path, monkeypatch):
+def test_files_and_folders_are_synced_before_they_are_renamed(tmp_path, monkeypatch):
     calls, rename = [], Path.rename
 
     def record_rename(path, target):
@@ -231,7 +231,7 @@ def test_all_bytes_are_on_the_disk_before_the_name(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("call", ["block", "fsync", "rename"])
 @pytest.mark.parametrize("write", [atomic_write, atomic_folder])
-def test_an_error_leaves_nothing(tmp_path, monkeypatch, call, write):
+def test_a_failing_write_leaves_nothing(tmp_path, monkeypatch, call, write):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -244,14 +244,14 @@ def test_an_error_leaves_nothing(tmp_path, monkeypatch, call, write):
     assert names(tmp_path) == []
 
 
-def test_a_folder_that_was_made_meanwhile_is_not_replaced(tmp_path):
+def test_a_folder_that_somebody_else_made_meanwhile_is_not_replaced(tmp_path):
     with pytest.raises(OSError, match="not empty"), atomic_folder(tmp_path / "f"):
         (tmp_path / "f").mkdir()
         (tmp_path / "f" / "theirs").touch()
     assert [path.name for path in tmp_path.rglob("*")] == ["f", "theirs"]
 
 
-def test_a_lock_holds_until_its_process_is_gone(tmp_path):
+def test_a_lock_is_held_until_its_process_ends(tmp_path):
     context = multiprocessing.get_context("fork")
     held = context.Event()
 
@@ -265,7 +265,7 @@ def test_a_lock_holds_until_its_process_is_gone(tmp_path):
     assert held.wait(30)
     second.start()
     second.join(0.3)
-    assert second.is_alive(), "it waits"
+    assert second.is_alive(), "it should wait"
     first.kill()
     second.join(30)
     assert second.exitcode == 0

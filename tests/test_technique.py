@@ -1,7 +1,7 @@
-"""A technique can be added as docs/extending.md says, and deleted, a positional scheme as
-docs/model.md says; tried on copies of the project.
+"""On copies of the project: docs/extending.md works for adding a technique, docs/model.md for
+adding a positional scheme, and a technique can be deleted.
 
-To delete one means: its module, its tests, its line in `Config`, and the lines that grep finds.
+Deleting means: its module, its tests, its line in `Config`, and the lines that grep finds.
 """
 
 import re
@@ -15,13 +15,13 @@ from conftest import ROOT
 
 
 def copied(to: Path) -> Path:
-    """A copy of what a run and its tests need."""
+    """Copy what a run and its tests need."""
     skip = shutil.ignore_patterns(".*", "__pycache__", "results", "runs", "*.egg-info")
     return Path(shutil.copytree(ROOT, to, ignore=skip))
 
 
 def blocks(language: str, page: str = "extending") -> list[tuple[str, str]]:
-    """(file, text) of every block of a page that is fenced as ```language file."""
+    """Return (file, text) of every block of a page that is fenced as ```language file."""
     text = (ROOT / "docs" / f"{page}.md").read_text()
     return re.findall(rf"^```{language} (\S+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
@@ -39,7 +39,7 @@ def add_example(copy: Path, page: str = "extending") -> None:
 
 
 def delete(technique: str, copy: Path) -> None:
-    """Its module, its tests, its group in `Config`, and every line that grep finds."""
+    """Delete its module, its tests, its group in `Config`, and every line that grep finds."""
     (copy / f"{technique}.py").unlink()
     (copy / "tests" / f"test_{technique}.py").unlink()
     for file in ("config.py", "plan.py", "train.py"):
@@ -48,7 +48,7 @@ def delete(technique: str, copy: Path) -> None:
 
 
 def without(technique: str, source: str) -> str:
-    """A source text without its imports, its setting and the blocks that `if` it."""
+    """Return a source text without its imports, its setting and its `if` blocks."""
     lines, kept, depth = source.splitlines(keepends=True), [], None
     for line in lines:
         indent = len(line) - len(line.lstrip())
@@ -93,8 +93,8 @@ def test_without_{technique}_the_rest_trains_samples_and_evaluates(run, capsys):
 
 
 @pytest.mark.slow
-def test_a_technique_is_added_and_others_are_deleted(tmp_path):
-    """One copy for all: the example of the page goes in, three techniques go out."""
+def test_a_technique_can_be_added_and_others_deleted(tmp_path):
+    """In a single copy, the page's example is added and three techniques are deleted."""
     copy = copied(tmp_path / "copy")
     add_example(copy)
     for technique, flags, files in (
@@ -109,7 +109,7 @@ def test_a_technique_is_added_and_others_are_deleted(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_positional_scheme_is_added(tmp_path):
+def test_a_positional_scheme_can_be_added(tmp_path):
     copy = copied(tmp_path / "copy")
     add_example(copy, "model")
     changed = {file for file, _ in blocks("diff", "model")}
@@ -131,7 +131,7 @@ evaluate.main(["run", "--tokens", "500"])
 
 
 @pytest.mark.structure
-def test_the_checks_pass_with_the_example(tmp_path):
+def test_make_checks_tests_pass_with_the_example(tmp_path):
     copy = copied(tmp_path / "copy")
     add_example(copy)
     pytest_passes(copy, "tests/test_budget.py", "tests/test_architecture.py")

@@ -1,4 +1,4 @@
-"""The run as a whole: off is absent, neutral is identity, resume is exact, ranks do not matter."""
+"""Whole runs: off is absent, neutral is identity, resuming is exact, ranks do not matter."""
 
 import math
 import os
@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import ALL_ON, SMALL, killed_at, metrics, read_log, start_ranks
+from conftest import ALL_ON, SMALL, metrics, read_log, refusal, run_and_kill_at, start_ranks
 
 import plan
 import train
@@ -38,7 +38,7 @@ def flags_for(store_dir, out, flags=""):
     return [*SMALL.split(), "--data", str(store_dir), "--out", str(out), *flags.split()]
 
 
-def test_what_a_run_leaves(run, tmp_path, capsys):
+def test_a_run_leaves_its_log_config_and_checkpoints(run, tmp_path, capsys):
     lines = run(f"{ALL_ON} --final-eval-tokens 3000")
     out = capsys.readouterr().out
     steps, evals = read_log(tmp_path / "run", "train"), read_log(tmp_path / "run", "eval")
@@ -58,7 +58,7 @@ def test_what_a_run_leaves(run, tmp_path, capsys):
     assert best["best"] == min(line["val_bpb"] for line in evals[:-1])
 
 
-def test_without_a_terminal_a_run_says_a_line_a_minute(run, monkeypatch, capsys):
+def test_without_a_terminal_a_run_prints_a_line_a_minute(run, monkeypatch, capsys):
     run("--tokens 512")
     assert "step 1: 2" not in capsys.readouterr().out
     monkeypatch.setattr("support.run.LINE_SECONDS", 0)
@@ -66,15 +66,15 @@ def test_without_a_terminal_a_run_says_a_line_a_minute(run, monkeypatch, capsys)
     assert "step 1: 256 of 512 tokens, loss " in capsys.readouterr().out
 
 
-def test_learns(log_of):
+def test_a_run_learns(log_of):
     steps = [line for line in log_of() if line["event"] == "train"]
-    assert steps[0]["loss"] > 5.7 and steps[-2]["loss"] < 3.2  # ln 320 = 5.77 nats knows nothing
-    # linear, as in the middle of a step of 256 of 4,096 tokens
+    assert steps[0]["loss"] > 5.7 and steps[-2]["loss"] < 3.2  # at random: ln 320 = 5.77 nats
+    # The rate falls linearly and is that of the middle of a step, here of 256 of 4,096 tokens.
     assert steps[-1]["lr"] / steps[0]["lr"] == pytest.approx(128 / (4096 - 128))
 
 
 def test_off_is_absent(run, log_of, monkeypatch):
-    """With the flags off no line of a technique runs, and the losses are the same bit for bit."""
+    """With its flag off, no line of a technique runs, and losses are the same bit for bit."""
     plain = metrics(log_of())
 
     def poison(*_, **__):
@@ -87,7 +87,7 @@ def test_off_is_absent(run, log_of, monkeypatch):
     for name in absent.split():
         monkeypatch.setattr(name, poison)
     assert metrics(run(out="poisoned")) == plain
-    for flags in ("--ltd", "--pack", "--curriculum seqlen"):  # and the poison is one
+    for flags in ("--ltd", "--pack", "--curriculum seqlen"):  # control: the poison works
         with pytest.raises(AssertionError, match="was called"):
             run(flags, out=flags.split("-")[2].split()[0])
 
@@ -115,16 +115,16 @@ COMBINATIONS = [
 
 
 @pytest.mark.parametrize("flags", COMBINATIONS)
-def test_every_combination_runs(run, tmp_path, flags):
+def test_combinations_of_techniques_run(run, tmp_path, flags):
     lines = run(f"{flags} {SHORT} --tokens 512")
     assert all(0 < loss < 7 for loss in losses(lines))
-    assert [line["last"] for line in lines if line["event"] == "eval"] == [True], "0 is never"
-    assert len(list((tmp_path / "run").glob("*.pt"))) == 1, "the last, no best"
+    assert [line["last"] for line in lines if line["event"] == "eval"] == [True], "0 means never"
+    assert len(list((tmp_path / "run").glob("*.pt"))) == 1, "only the last checkpoint"
 
 
-# At the default learning rate so small a model multiplies a last bit of rounding by 30 in 20 steps.
+# At the default learning rate, so small a model amplifies rounding errors by 30 in 20 steps.
 CURVE = f"{ALL_ON} --tokens 3000 --lr 1e-3 --eval-every 0 --checkpoint-every 0"
-# Two samples a step, whose pieces often fit into one row: then the second rank has none.
+# Two samples a step, whose pieces often fit in one row; then the second rank has no row.
 BLANK = "--pack-batch documents --model bert --seq-len 1024 --batch-tokens 2048 --tokens 5000"
 SHARED = "--pseudo --pseudo-group 2 --pseudo-until 0.5"
 
@@ -136,14 +136,14 @@ def test_accumulation_does_not_change_the_curve(log_of):
 
 
 @pytest.mark.dist
-def test_two_processes_draw_the_curve_of_one(run, store_dir, tmp_path, log_of):
-    """Also from the middle on of a run that one process began."""
+def test_two_ranks_have_the_losses_of_one_process(run, store_dir, tmp_path, log_of):
+    """Also if they resume a run that one process began."""
     run(f"{CURVE} --checkpoint-every 1024", out="moved")
     before, last = sorted((tmp_path / "moved").glob("step-*.pt"))
-    last.unlink()  # as if it had been killed after the one before
+    last.unlink()  # as if the run had been killed before it
     runs = {tmp_path / "all": CURVE, tmp_path / "blank": f"{CURVE} {BLANK}"}
     runs[tmp_path / "shared"] = f"{CURVE} --optimizer adamw {SHARED}"
-    runs[tmp_path / "sharded"] = f"{CURVE} {BLANK} --fsdp"  # else ranks would wait for each other
+    runs[tmp_path / "sharded"] = f"{CURVE} {BLANK} --fsdp"  # without blank rows ranks would hang
     lines = [flags_for(store_dir, folder, flags) for folder, flags in runs.items()]
     start_ranks(2, *lines, ["--resume", "--out", str(tmp_path / "moved")])
     for folder, flags in [*runs.items(), (tmp_path / "moved", CURVE)]:
@@ -151,13 +151,12 @@ def test_two_processes_draw_the_curve_of_one(run, store_dir, tmp_path, log_of):
         assert losses(two) == pytest.approx(losses(one), rel=0, abs=1e-5), flags
         scores = [[e["val_bpb"] for e in lines if e["event"] == "eval"] for lines in (one, two)]
         assert scores[1] == pytest.approx(scores[0], abs=1e-5), flags
-    assert len(read_log(tmp_path / "shared", "stage")) == 1, "weights parted on the way"
+    assert len(read_log(tmp_path / "shared", "stage")) == 1, "the switch should be in mid-run"
     starts = [line["resumed_at"] for line in read_log(tmp_path / "moved", "run")]
     assert starts == [0, int(before.stem.removeprefix("step-"))]
 
 
-def test_documents_may_count_alike_whatever_their_length(log_of):
-    """Another curve than with tokens, and the same one for micro-batches."""
+def test_loss_per_document_changes_the_curve_but_accumulation_does_not(log_of):
     flags = f"{CURVE} --tokens 1500 --model bert --pack --loss-per"
     by_token, by_document = (losses(log_of(f"{flags} {what}")) for what in ("token", "document"))
     parts = losses(log_of(f"{flags} document --micro-batch-size 2"))
@@ -165,7 +164,7 @@ def test_documents_may_count_alike_whatever_their_length(log_of):
     assert by_document != pytest.approx(by_token, rel=1e-3)
 
 
-# Documents one a row, or packed; six steps or so.
+# Documents one per row, or packed, in about six steps.
 DOCUMENTS = (
     "--seq-len 512 --batch-tokens 2048 --tokens 10000 --lr 1e-3 --eval-every 0 --checkpoint-every 0"
 )
@@ -178,10 +177,9 @@ ALONE_AND_PACKED = [
 
 
 @pytest.mark.parametrize(("alone", "packed"), ALONE_AND_PACKED)
-def test_a_packed_run_learns_what_the_unpacked_one_does(run, log_of, alone, packed):
-    """The same curve on the same clock in fewer rows; a BERT's masks and pairs are the same too.
-
-    They are drawn by where text lies in the store, not by row.
+def test_a_packed_run_has_the_losses_of_the_unpacked_one(run, log_of, alone, packed):
+    """The clock is the same too, in fewer rows. BERT's masks and pairs are the same because they
+    depend on where the text is in the store, not on the row.
     """
     alone, packed = (
         [line for line in lines if line["event"] == "train"]
@@ -196,9 +194,7 @@ def test_a_packed_run_learns_what_the_unpacked_one_does(run, log_of, alone, pack
     assert packed[-1]["layer_tokens"] < 0.96 * alone[-1]["layer_tokens"]
 
 
-def test_negative_control_with_a_sample_more_or_masks_by_row_it_is_another_curve(
-    run, log_of, monkeypatch
-):
+def test_control_one_more_sample_or_masks_by_row_change_the_curve(run, log_of, monkeypatch):
     draw = plan.draw
     faults = {
         "plan.draw": lambda *args, count, seed: draw(*args, count=count + 1, seed=seed),
@@ -211,8 +207,8 @@ def test_negative_control_with_a_sample_more_or_masks_by_row_it_is_another_curve
         assert max(abs(a - b) for a, b in zip(losses(log_of(alone)), curve, strict=False)) > 1e-3
 
 
-def test_answers_begin_as_those_of_a_coin(run, monkeypatch):
-    """Their part of the loss alone, each as much as some tokens together."""
+def test_next_sentence_answers_start_with_a_loss_of_ln_2(run, monkeypatch):
+    """The loss is that of answers only. Each counts as much as several tokens."""
     weights = []
     real = train.shares_of
 
@@ -233,18 +229,18 @@ PARTS = f"--pack {BY_DOCUMENTS} --micro-batch-size 2 --eval-every 256"
 PAIRS = "--model bert --pack --pack-batch rows --nsp"
 SIGNALS = {
     "step": (f"{ALL_ON} --dropout 0.1 {LLAMA}", (train.Trainer, "train_step"), 9, signal.SIGTERM),
-    # the second of a step after which an evaluation is due, which the resumed run makes first
+    # the second of a step after which an evaluation is due; the resumed run begins with it
     "micro-batch": (PARTS, (train, "block_runner"), 6, signal.SIGINT),
-    # on the way; the step after it is saved
+    # not the last one; the run saves after the next step
     "in an evaluation": (PAIRS, (Evaluation, "batch"), 2, signal.SIGHUP),
 }
 
 
 @pytest.mark.parametrize(("flags", "place", "at", "number"), SIGNALS.values(), ids=SIGNALS)
-def test_a_signal_saves_and_the_run_resumed_is_one_never_stopped(
+def test_a_signal_saves_and_the_resumed_run_equals_an_undisturbed_one(
     log_of, store_dir, tmp_path, monkeypatch, capsys, flags, place, at, number
 ):
-    """Also with dropout, whose masks come from the clock and not from a generator's past."""
+    """Also with dropout, whose masks depend on the clock and not on a generator's state."""
     flags, folder, calls = f"{flags} --tokens 2816", tmp_path / "run", []
     whole, real = metrics(log_of(flags)), getattr(*place)
 
@@ -266,8 +262,8 @@ def test_a_signal_saves_and_the_run_resumed_is_one_never_stopped(
     assert metrics(read_log(folder)) == whole
 
 
-def test_an_interrupt_before_the_first_step_ends_at_once(run, tmp_path, monkeypatch):
-    """An analysis may take long; there is nothing yet that would have to be saved."""
+def test_an_interrupt_before_the_first_step_ends_the_run_immediately(run, tmp_path, monkeypatch):
+    """An analysis may take long, and there is nothing to save yet."""
     monkeypatch.setattr(train, "Plan", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt):
@@ -276,21 +272,21 @@ def test_an_interrupt_before_the_first_step_ends_at_once(run, tmp_path, monkeypa
     assert not (tmp_path / "run").exists()
 
 
-def test_killed_twice_and_resumed_is_the_same_run(store_dir, tmp_path, log_of):
-    """SIGKILL before there is a checkpoint, and as one is written. More: tests/test_faults.py."""
+def test_a_run_killed_twice_and_resumed_is_the_same(store_dir, tmp_path, log_of):
+    """By SIGKILL before the first checkpoint, and while one is written. More in test_faults.py."""
     flags = f"{ALL_ON} --tokens 3000 --checkpoint-every 700"
     launch = flags_for(store_dir, tmp_path / "killed", flags)
     resume = ["--resume", "--out", str(tmp_path / "killed")]
     whole = metrics(log_of(flags))
     for change, argv in ((7, launch), (9, resume)):
-        assert killed_at(change, partial(train.main, argv)) == -signal.SIGKILL
+        assert run_and_kill_at(change, partial(train.main, argv)) == -signal.SIGKILL
     assert train.main(resume) == 0
     assert metrics(read_log(tmp_path / "killed")) == whole
     assert not list((tmp_path / "killed").glob(".*.tmp"))
 
 
 def test_runs_are_numbered_and_resume_finds_the_newest(store_dir, tmp_path, monkeypatch, capsys):
-    """Without --tokenizer, which comes from the store; a finished run is left as it is."""
+    """--tokenizer defaults to the store's. A finished run does not change."""
     monkeypatch.chdir(tmp_path)
     flags = SMALL.replace("--tokenizer bytes", "").replace("--tokens 4096", "--tokens 600")
     for _ in range(2):
@@ -305,7 +301,7 @@ def test_runs_are_numbered_and_resume_finds_the_newest(store_dir, tmp_path, monk
 
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])
-def test_a_non_finite_step_stops_before_the_weights_move(run, tmp_path, monkeypatch, what):
+def test_a_nonfinite_step_stops_the_run_before_weights_change(run, tmp_path, monkeypatch, what):
     real_forward, calls = Transformer.forward, []
 
     def forward(self, batch, **kwargs):
@@ -317,14 +313,13 @@ def test_a_non_finite_step_stops_before_the_weights_move(run, tmp_path, monkeypa
         return loss
 
     monkeypatch.setattr(Transformer, "forward", forward)
-    with pytest.raises(ValueError, match=rf"the {what} is not finite at step 5 on rank 0"):
-        run("--eval-every 0")
+    assert f"the {what} is not finite at step 5 on rank 0" in refusal(run, "--eval-every 0")
     assert read_log(tmp_path / "run", "train")[-1]["step"] == 4
     state = checkpoint.load(checkpoint.find(tmp_path / "run", "last"))
     assert all(torch.isfinite(value).all() for value in state["model"].values())
 
 
-# ---- other ways to compute the same
+# ---- recomputation; Weights & Biases
 
 
 @pytest.mark.parametrize("flags", [f"{ALL_ON} {LLAMA}", "--model bert --ltd --dropout 0.2"])
@@ -333,8 +328,8 @@ def test_recomputing_activations_changes_no_bit(run, log_of, flags):
     assert metrics(run(f"{flags} --checkpoint-activations")) == metrics(log_of(flags))
 
 
-def test_wandb_gets_the_same_numbers_and_goes_on_with_its_run(run, tmp_path, monkeypatch):
-    fake = Mock(__spec__=Mock())  # as an installed package has one
+def test_wandb_gets_the_logs_numbers_and_resumes_its_run(run, tmp_path, monkeypatch):
+    fake = Mock(__spec__=Mock())  # an installed package has a __spec__
     monkeypatch.setitem(sys.modules, "wandb", fake)
     run(SHORT, out="plain")
     assert not fake.init.called
@@ -347,7 +342,6 @@ def test_wandb_gets_the_same_numbers_and_goes_on_with_its_run(run, tmp_path, mon
     first, second = (call.kwargs for call in fake.init.call_args_list[:2])
     assert first["id"] == second["id"] and first["resume"] == "allow"
     assert Path(first["dir"]) == Path("run") and first["config"]["optim.tokens"] == 1024
-    monkeypatch.setitem(sys.modules, "wandb", None)  # as an import that fails
-    with pytest.raises(ValueError, match="--wandb needs the package"):
-        run("--wandb", out="new")
+    monkeypatch.setitem(sys.modules, "wandb", None)  # makes the import fail
+    assert "--wandb needs the package wandb" in refusal(run, "--wandb", out="new")
     assert not Path("new").exists()

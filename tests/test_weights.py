@@ -1,9 +1,9 @@
-"""A loaded model computes what the published one does; a file that does not fit changes nothing.
+"""Loaded models compute what published ones do, and files that do not fit change nothing.
 
-Each layout is proven twice: against the paper's equations, written out below over the published
-names, and against `transformers` where that is installed. Weights are random and wide, so that
-every entry counts: no test here needs a download. And --init from a run of train.py: its weights,
-its dimensions, its tokenizer, and nothing else.
+Each layout is tested twice: against the paper's equations, written out below with the published
+names, and against `transformers` if that is installed. Weights are random, and so wide that every
+entry counts; nothing is downloaded. Also: --init from a run of train.py takes its weights,
+dimensions and tokenizer, and nothing else.
 
     python -m pytest tests/test_weights.py
 """
@@ -34,7 +34,7 @@ from support.weights import GPT2_LAYOUT, load_published, published_entries
 LAYERS, HEADS, C, SEQ_LEN, VOCAB = 2, 4, 16, 12, 50
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 BYTES = get_encoding("bytes")
-pytestmark = pytest.mark.usefixtures("short_ends")
+pytestmark = pytest.mark.usefixtures("no_sample_or_report")
 
 
 def built(kind: str, **changes) -> Transformer:
@@ -44,7 +44,7 @@ def built(kind: str, **changes) -> Transformer:
 
 
 def drawn(modules: dict[str, tuple], out: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Weights of these shapes, and a bias as long as dimension `out` for all but embeddings."""
+    """Draw weights of these shapes, and biases as long as dimension `out`; not for embeddings."""
     generator, entries = torch.Generator().manual_seed(0), {}
     for name, shape in modules.items():
         has_bias = not name.endswith(("wte", "wpe", "embeddings"))
@@ -56,14 +56,14 @@ def drawn(modules: dict[str, tuple], out: int, dtype: torch.dtype) -> dict[str, 
 
 
 def gpt_file(dtype=torch.float32, prefix: str = "transformer.") -> dict[str, torch.Tensor]:
-    """Matrices are (in, out)."""
+    """Make a file of GPT-2's, whose matrices are (in, out)."""
     modules = {"wte": (VOCAB, C), "wpe": (SEQ_LEN, C)}
     for at in (f"h.{layer}" for layer in range(LAYERS)):
         modules |= {f"{at}.attn.c_attn": (C, 3 * C), f"{at}.attn.c_proj": (C, C)}
         modules |= {f"{at}.mlp.c_fc": (C, 4 * C), f"{at}.mlp.c_proj": (4 * C, C)}
         modules |= {f"{at}.ln_1": (C,), f"{at}.ln_2": (C,)}
     entries = drawn({**modules, "ln_f": (C,)}, -1, dtype)
-    for layer in range(LAYERS):  # the buffers that older files hold
+    for layer in range(LAYERS):  # buffers of older files
         mask = torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.uint8).tril()
         entries[f"h.{layer}.attn.bias"] = mask[None, None]
         entries[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
@@ -71,7 +71,7 @@ def gpt_file(dtype=torch.float32, prefix: str = "transformer.") -> dict[str, tor
 
 
 def bert_file(dtype=torch.float32, prefix: str = "bert.", old: bool = False) -> dict:
-    """Matrices are (out, in); old files have other names for what a norm holds."""
+    """Make a file of BERT's, whose matrices are (out, in). Old files name norms differently."""
     rows = {"word": VOCAB, "position": SEQ_LEN, "token_type": 2}
     modules = {f"embeddings.{name}_embeddings": (n, C) for name, n in rows.items()}
     for at in (f"encoder.layer.{layer}" for layer in range(LAYERS)):
@@ -99,22 +99,22 @@ def written(file: object, tmp_path, **options):
     return path
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
-    assert found.dtype == expected.dtype == dtype
-    assert (found - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
+def assert_close(result: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert result.dtype == expected.dtype == dtype
+    assert (result - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
 
 
-def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert found[name].dtype == value.dtype and found[name].equal(value), name
+def assert_same(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert result.keys() == expected.keys()
+    for name, value in expected.items():
+        assert result[name].dtype == value.dtype and result[name].equal(value), name
 
 
-# The papers' equations over the published names: no line of model.py or weights.py runs here
+# The papers' equations with the published names; this does not use model.py or weights.py
 
 
 def attend(q, k, v, visible):
-    """softmax(q k' / sqrt D) v of (T, C) each, head after head."""
+    """Compute softmax(q k' / sqrt D) v of (T, C) tensors, head by head."""
     D = C // HEADS
     outputs = []
     for head in range(HEADS):
@@ -125,7 +125,7 @@ def attend(q, k, v, visible):
 
 
 def plain_gpt(w: dict, tokens: torch.Tensor) -> torch.Tensor:
-    """GPT-2's logits (T, V) for tokens (T,). Its matrices stand on the right: x @ w + b."""
+    """Compute GPT-2's logits (T, V) for tokens (T,). Its matrices are on the right: x @ w + b."""
 
     def norm(name, x):
         return F.layer_norm(x, (C,), w[f"{name}.weight"], w[f"{name}.bias"], 1e-5)
@@ -147,7 +147,7 @@ def plain_gpt(w: dict, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def plain_bert(w: dict, tokens: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """BERT's masked-token logits (T, V) for tokens (T,) of segment 0, looking at `real` ones."""
+    """Compute BERT's logits (T, V) for tokens (T,) of segment 0, attending to `real` tokens."""
 
     def norm(name, x):
         scale, shift = w[f"{name}.LayerNorm.weight"], w[f"{name}.LayerNorm.bias"]
@@ -176,7 +176,7 @@ def plain_bert(w: dict, tokens: torch.Tensor, real: torch.Tensor) -> torch.Tenso
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_gpt_computes_the_published_function(tmp_path, dtype):
-    # of torch.compile and DDP; the other file is of torch < 1.6
+    # torch.compile and DDP add these prefixes; the file without is in the format of torch < 1.6
     prefix = "module._orig_mod.transformer." if dtype == torch.float32 else ""
     path = written(gpt_file(dtype, prefix), tmp_path, _use_new_zipfile_serialization=bool(prefix))
     model = built("gpt").to(dtype)
@@ -195,9 +195,9 @@ BERT_FILES = [
 
 @pytest.mark.parametrize("dtype, file_dtype, prefix, nsp", BERT_FILES)
 def test_bert_computes_the_published_function(tmp_path, dtype, file_dtype, prefix, nsp):
-    """Also from an old file of half precision: token type 0 is added in the model's own.
+    """Also from an old file in half precision: token type 0 is added in the model's precision.
 
-    And with --nsp scores of "it follows" and "it does not", from the [CLS] of one segment.
+    With --nsp, also the scores of "it follows" and "it does not", from the [CLS] of one segment.
     """
     model = built("bert", nsp=nsp).to(dtype)
     left_out = load_published(model, written(bert_file(file_dtype, prefix, not nsp), tmp_path))
@@ -209,7 +209,7 @@ def test_bert_computes_the_published_function(tmp_path, dtype, file_dtype, prefi
     real[1, 7:] = False
     plain = {name: value.to(dtype) for name, value in bert_file(file_dtype, prefix="").items()}
     expected = torch.stack([plain_bert(plain, *row) for row in zip(tokens, real, strict=True)])
-    logits = model.logits(tokens, doc_ids=real.long() - 1)  # 0, or -1 on padding
+    logits = model.logits(tokens, doc_ids=real.long() - 1)  # 0, and -1 for padding
     assert_close(logits[real], expected[real], dtype)
     if nsp:
         x = model.hidden_states(tokens)
@@ -218,11 +218,11 @@ def test_bert_computes_the_published_function(tmp_path, dtype, file_dtype, prefi
         assert_close(model.follows(x.flatten(0, 1), torch.tensor([0, SEQ_LEN])), expected, dtype)
 
 
-# The way back: a run's weights in the published layout
+# Exporting a run's weights in the published layout
 
 
 def own_checkpoint(folder, model: Transformer) -> None:
-    """What train.py saves of a run, as far as an export looks at it."""
+    """Save what an export reads of a run's checkpoint."""
     c = model.config
     names = ("layers", "heads", "width", "mlp_width", "pos", "nsp", "qk_norm", "tied")
     settings = {f"model.{name}": getattr(c, name) for name in names}
@@ -234,11 +234,11 @@ def own_checkpoint(folder, model: Transformer) -> None:
 
 
 def exported(model: Transformer, tmp_path, capsys, name: str) -> tuple[Path, dict]:
-    """The file that `export` writes of a run that has this model, and the config.json it prints."""
+    """Export a run with this model; return the file, and the config.json that is printed."""
     own_checkpoint(tmp_path / "run", model)
     weights.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / name)])
-    said = capsys.readouterr().out.splitlines()[-1]
-    return tmp_path / name, json.loads(said.partition("beside it: ")[2])
+    output = capsys.readouterr().out.splitlines()[-1]
+    return tmp_path / name, json.loads(output.partition("beside it: ")[2])
 
 
 EXPORTED = [
@@ -249,16 +249,16 @@ EXPORTED = [
 
 
 @pytest.mark.parametrize("kind, changes, suffix", EXPORTED)
-def test_what_is_exported_loads_as_it_was(tmp_path, capsys, kind, changes, suffix):
-    """Bit for bit, with nothing left out but BERT's token type 1, under the published names."""
-    model, found = widened(built(kind, **changes)).eval(), built(kind, **changes)
+def test_exported_weights_load_unchanged(tmp_path, capsys, kind, changes, suffix):
+    """Bit for bit, under the published names."""
+    model, result = widened(built(kind, **changes)).eval(), built(kind, **changes)
     path, config = exported(model, tmp_path, capsys, f"weights{suffix}")
-    load_published(found, path)
-    assert_same(found.state_dict(), model.state_dict())
+    load_published(result, path)
+    assert_same(result.state_dict(), model.state_dict())
     assert config["vocab_size"] == VOCAB and SEQ_LEN in config.values()
 
 
-def test_an_export_that_cannot_be_is_one_line_and_no_file(tmp_path):
+def test_an_impossible_export_is_one_line_and_writes_no_file(tmp_path):
     own_checkpoint(tmp_path / "run", built("gpt"))
     own_checkpoint(tmp_path / "normed", built("gpt", qk_norm=True))
     before = names(tmp_path)
@@ -272,12 +272,12 @@ def test_an_export_that_cannot_be_is_one_line_and_no_file(tmp_path):
         assert names(tmp_path) == before
 
 
-# Against transformers, both ways
+# Comparison with transformers, in both directions
 
 
 @pytest.mark.parametrize("kind, nsp", [("gpt", False), ("bert", False), ("bert", True)])
-def test_transformers_computes_what_we_do_and_its_weights_come_back(tmp_path, capsys, kind, nsp):
-    """It reads both kinds of file that are exported; a state dict of its model is one of ours."""
+def test_transformers_computes_the_same_and_its_weights_load(tmp_path, capsys, kind, nsp):
+    """It loads both kinds of exported files, and we load the state dict of its model."""
     transformers = pytest.importorskip("transformers")
     model, again = widened(built(kind, nsp=nsp)), built(kind, nsp=nsp)
     _, config = exported(model, tmp_path, capsys, "model.safetensors")
@@ -300,14 +300,14 @@ def test_transformers_computes_what_we_do_and_its_weights_come_back(tmp_path, ca
             assert_close(follows, output.seq_relationship_logits, torch.float32)
     assert_close(logits[real], (output.prediction_logits if nsp else output.logits)[real], x.dtype)
     path = written(read.state_dict(), tmp_path)
-    assert torch.load(path).keys() & {"lm_head.weight", TWIN}, "tied twins"
+    assert torch.load(path).keys() & {"lm_head.weight", TWIN}, "has copies of tied weights"
     load_published(again, path)
     assert weights.published_settings(path)["model.mlp_width"] == 4 * C
     assert_same(again.state_dict(), model.state_dict())
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_llama_in_several_files_goes_on_and_loads_in_transformers(tied, tmp_path, monkeypatch):
+def test_a_llama_in_several_files_is_trained_and_loads_in_transformers(tied, tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     shape = dict(hidden_size=32, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
@@ -344,7 +344,7 @@ def test_a_llama_in_several_files_goes_on_and_loads_in_transformers(tied, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_several_files_and_their_index_are_one_model(name, tmp_path):
+def test_several_files_and_their_index_load_as_one_model(name, tmp_path):
     parts = {"1": {"wte.weight": torch.rand(3, 2)}, "2": {"wpe.weight": torch.rand(4, 2)}}
     for number, part in parts.items():
         with (tmp_path / number).open("wb") as out:
@@ -359,7 +359,7 @@ def test_several_files_and_their_index_are_one_model(name, tmp_path):
     assert weights.source_of(str(tmp_path)) is None
 
 
-# Files that do not fit: one line that says what, and a model as it was
+# Files that do not fit: one line says why, and the model does not change
 
 WTE, C_ATTN = "transformer.wte.weight", "transformer.h.1.attn.c_attn.weight"
 QUERY = "encoder.layer.1.attention.self.query.weight"
@@ -389,7 +389,7 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path, kind, edits, changes
     assert_refused(built(kind, **changes), written(file, tmp_path), problem)
 
 
-def test_a_vocabulary_has_a_row_for_each_id_and_at_most_those_that_fill_it_up(tmp_path):
+def test_a_vocabulary_has_a_row_for_each_id_and_at_most_the_usual_padding(tmp_path):
     def size(rows: int, seq_len: int = SEQ_LEN):
         path = written(gpt_file() | {WTE: torch.zeros(rows, C)}, tmp_path)
         flat = {"model.init": str(path), "data.seq_len": seq_len}
@@ -401,7 +401,7 @@ def test_a_vocabulary_has_a_row_for_each_id_and_at_most_those_that_fill_it_up(tm
     assert refusal(size, 257, 13).endswith("has only 12 positions")
 
 
-def test_a_file_that_is_no_state_dict_or_is_broken_changes_nothing(tmp_path):
+def test_a_broken_file_or_one_without_a_state_dict_changes_nothing(tmp_path):
     model, path = built("gpt"), written(gpt_file(), tmp_path)
     whole = path.read_bytes()
     torn = [EXAMPLE[:size] for size in range(0, len(EXAMPLE), 5)]
@@ -418,7 +418,7 @@ OTHER_ROPE = {"rope_parameters": {"rope_type": "default"}}  # rope_scaling has p
 GPT2 = dict(model_type="gpt2", n_embd=32, n_head=4, n_layer=3)
 
 
-NOT_COMPUTED = [
+UNSUPPORTED = [
     (LLAMA | {"model_type": "mamba"}, "has model_type 'mamba', not gpt2, bert or llama"),
     (LLAMA | {"rms_norm_eps": None}, "has rms_norm_eps 1e-06, but only 1e-05 is supported"),
     (LLAMA | {"head_dim": 16}, "has head_dim 16, but only 8 is supported"),
@@ -432,20 +432,20 @@ NOT_COMPUTED = [
 ]
 
 
-@pytest.mark.parametrize(("said", "problem"), NOT_COMPUTED)
-def test_a_config_that_cannot_be_computed_is_one_line(said, problem, tmp_path):
+@pytest.mark.parametrize(("said", "problem"), UNSUPPORTED)
+def test_an_unsupported_config_is_refused_in_one_line(said, problem, tmp_path):
     argv = ["--init", folder_of(said, tmp_path)]
     assert re.search(problem, refusal(config.parse_or_resume, argv))
 
 
 def folder_of(said: dict, tmp_path) -> str:
-    """A folder of published weights, of which only config.json is read here."""
+    """Make a folder of published weights, of which only config.json will be read."""
     torch.save({}, tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text(json.dumps(said))
     return str(tmp_path)
 
 
-def test_an_absent_key_has_its_published_default_and_an_unknown_one_may_be_ignored(tmp_path):
+def test_missing_keys_have_published_defaults_and_unknown_ones_can_be_ignored(tmp_path):
     def settings(said: dict, flags: str = "") -> config.Config:
         argv = ["--init", folder_of(said, tmp_path), *flags.split()]
         return config.parse_or_resume(argv)[0]
@@ -458,7 +458,7 @@ def test_an_absent_key_has_its_published_default_and_an_unknown_one_may_be_ignor
     odd = GPT2 | {"alibi": None, "use_moe": 1, "n_positions": 48}
     gpt2 = settings(odd, "--init-ignore use_moe")
     assert (gpt2.data.seq_len, gpt2.optim.batch_tokens, gpt2.model.tied) == (48, 4080, True)
-    problem = "has scale_attn_weights False"  # of a key that is known nothing is ignored
+    problem = "has scale_attn_weights False"  # known keys cannot be ignored
     flags = "--init-ignore use_moe,scale_attn_weights"
     assert problem in refusal(settings, odd | {"scale_attn_weights": False}, flags)
 
@@ -472,7 +472,7 @@ def test_every_key_that_transformers_writes_is_known(name, tmp_path):
 
 
 def nanogpt_file(bias: bool = True) -> dict:
-    """What nanoGPT's train.py saves: matrices are (out, in), and the head is there again."""
+    """Make what nanoGPT's train.py saves: matrices are (out, in), and the tied head is repeated."""
     entries = gpt_file(prefix="")
     turned = {n: x.T if n[:2] == "h." and x.dim() == 2 else x for n, x in entries.items()}
     saved = {f"_orig_mod.transformer.{name}": value for name, value in turned.items()}
@@ -482,7 +482,7 @@ def nanogpt_file(bias: bool = True) -> dict:
     return {"model": saved, "model_args": args, "iter_num": 3, "config": {"out_dir": "out"}}
 
 
-def test_nanogpts_file_is_read_with_its_exact_gelu(tmp_path):
+def test_nanogpts_file_loads_with_its_exact_gelu(tmp_path):
     path = written(nanogpt_file(), tmp_path)
     settings = config.parse_or_resume(["--init", str(path)])[0]
     shape = config.transformer_config(settings, VOCAB, SEQ_LEN)
@@ -496,7 +496,7 @@ def test_nanogpts_file_is_read_with_its_exact_gelu(tmp_path):
     assert problem in refusal(config.parse_or_resume, ["--init", str(path)])
 
 
-def test_a_stored_head_is_the_embedding_or_one_of_its_own(tmp_path):
+def test_a_stored_head_may_be_the_embedding_or_a_separate_matrix(tmp_path):
     file, tokens = gpt_file(), torch.arange(SEQ_LEN)[None]
     model, own = built("gpt"), built("gpt", tied=False)
     load_published(model, written(file | {"lm_head.weight": file[WTE]}, tmp_path))
@@ -505,8 +505,8 @@ def test_a_stored_head_is_the_embedding_or_one_of_its_own(tmp_path):
     assert torch.allclose(own.logits(tokens), 2 * model.logits(tokens))
 
 
-# safetensors. Two tensors: a, of bytes 1 2 3, and b, of 1.0 and -2.0 in fp32, which come first as
-# they are wider
+# The safetensors format. The example has two tensors: a with bytes 1 2 3, and b with 1.0 and -2.0
+# in fp32, which comes first because its dtype is wider.
 
 HEADER = (
     b'{"__metadata__":{"format":"pt"},'
@@ -539,20 +539,20 @@ def of_every_dtype() -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_the_worked_example_is_mapped_and_its_file_never_written(tmp_path):
+def test_the_worked_example_loads_and_its_file_is_never_changed(tmp_path):
     assert len(HEADER) == 140 and as_safetensors(TENSORS) == EXAMPLE
     path = tmp_path / "example.safetensors"
     path.write_bytes(EXAMPLE)
-    found = weights.load_file(path)
-    assert_same(found, TENSORS)
-    found["b"].fill_(5)
-    assert path.read_bytes() == EXAMPLE and found["b"].tolist() == [5, 5]
-    wanted = of_every_dtype() | {"turned": torch.randn(4, 3).T}
-    path.write_bytes(as_safetensors(wanted))
-    assert_same(weights.load_file(path), wanted)
+    result = weights.load_file(path)
+    assert_same(result, TENSORS)
+    result["b"].fill_(5)
+    assert path.read_bytes() == EXAMPLE and result["b"].tolist() == [5, 5]
+    expected = of_every_dtype() | {"turned": torch.randn(4, 3).T}
+    path.write_bytes(as_safetensors(expected))
+    assert_same(weights.load_file(path), expected)
 
 
-def test_the_formats_own_library_writes_and_reads_the_same_bytes(tmp_path):
+def test_the_safetensors_library_writes_and_reads_the_same_bytes(tmp_path):
     library = pytest.importorskip("safetensors.torch")
     theirs, ours = tmp_path / "theirs.safetensors", tmp_path / "ours.safetensors"
     library.save_file(of_every_dtype(), theirs, metadata={"format": "pt"})
@@ -567,7 +567,7 @@ def test_the_formats_own_library_writes_and_reads_the_same_bytes(tmp_path):
 
 @pytest.fixture
 def begin(store_dir, tmp_path, monkeypatch):
-    """The weights before the first step of a run with few flags of its own, which ends there."""
+    """Start a run with --init, stop it before its first step, and return the weights."""
     monkeypatch.chdir(tmp_path)
 
     def start(init, flags: str = "", out: str = "next", data=store_dir) -> dict:
@@ -591,51 +591,51 @@ def newest(folder) -> Path:
 
 
 def made_of(folder) -> tuple[dict, dict]:
-    """The settings of a run, and the size of its model."""
+    """Return the settings of a run and the size of its model."""
     about = json.loads((folder / "config.json").read_text())
     return about["config"], about["model_size"]
 
 
-def test_a_run_begins_with_the_weights_of_another(begin, run_of, tmp_path, monkeypatch):
-    """Kind, size, layers, heads, widths, positions and the length of rows follow from it."""
+def test_a_run_starts_with_the_weights_of_another(begin, run_of, tmp_path, monkeypatch):
+    """Kind, size, layers, heads, widths, positions and the row length follow from that run."""
     saved = checkpoint.load(newest(run_of()))["model"]
     assert_same(begin(run_of()), saved)
     (ours, our_size), (theirs, their_size) = map(made_of, (tmp_path / "next", run_of()))
     names = [*weights.MODEL_SETTINGS, "data.seq_len", "data.tokenizer"]
-    names.append("optim.beta2")  # by the size, as of any nano
+    names.append("optim.beta2")  # follows from the size nano
     assert our_size == their_size and all(ours[name] == theirs[name] for name in names)
-    assert ours["model.init"] == str(newest(run_of())), "should that run go on"
-    # Control: without the weights of --init they are those of the seed.
+    assert ours["model.init"] == str(newest(run_of())), "fixed, even if the other run continues"
+    # Control: without --init, weights depend on the seed.
     monkeypatch.setattr(train, "initial_model", lambda shape, *_: Transformer(shape))
     with pytest.raises(AssertionError):
         assert_same(begin(run_of(), out="control"), saved)
 
 
-def test_a_bert_of_pairs_and_learned_positions(begin, run_of, tmp_path):
+def test_init_works_with_a_bert_with_pairs_and_with_learned_positions(begin, run_of, tmp_path):
     source = run_of("--model bert --nsp --pos learned")
     saved = checkpoint.load(newest(source))["model"]
     assert_same(begin(source), saved)
     kept = {n: v for n, v in saved.items() if not n.startswith(("pooler", "nsp"))}
     assert_same(begin(source, "--no-nsp", out="alone"), kept)
     assert made_of(tmp_path / "alone")[1] == {"vocab_size": 320, "positions": 256}
-    with pytest.raises(ValueError, match=r"--seq-len 512: --init .* has only 256 positions"):
-        begin(source, "--seq-len 512 --batch-tokens 1024", out="long")
+    message = refusal(begin, source, "--seq-len 512 --batch-tokens 1024", out="long")
+    assert re.search(r"--seq-len 512: --init .* has only 256 positions", message)
 
 
-def test_the_source_is_needed_until_there_is_a_checkpoint(begin, store_dir, tmp_path, capsys):
-    """Published weights, with 48 positions, as no --size has them."""
+def test_init_is_read_until_there_is_a_checkpoint(begin, store_dir, tmp_path, capsys):
+    """The published weights have 48 positions, which no --size has."""
     model = Transformer(TransformerConfig("gpt", 4, 2, 32, 128, 48, vocab_size=257))
     source = written(published_entries(model.state_dict(), GPT2_LAYOUT, (2, 2, 2), 16), tmp_path)
     flags = "--pos learned --tied --layers 4 --heads 2 --width 32 --seq-len 32 --ltd --ltd-start 8"
     assert_same(begin(source, flags, out="new"), model.state_dict())
-    said = capsys.readouterr().out
-    assert "--seq-len 32 (default: its context" in said and f"gpt from {source}: " in said
-    assert "--lr 0.002 (default: a tenth of 0.02" in said
+    output = capsys.readouterr().out
+    assert "--seq-len 32 (default: its context" in output and f"gpt from {source}: " in output
+    assert "--lr 0.002 (default: a tenth of 0.02" in output
     shutil.copytree(tmp_path / "new", tmp_path / "late")
-    assert train.main(["--resume", "--out", "new"]) == 0, "from the start"
+    assert train.main(["--resume", "--out", "new"]) == 0, "starts over"
     whole = metrics(read_log(tmp_path / "new"))
     begin("new")
-    assert made_of(tmp_path / "next")[0]["optim.lr"] == 0.002, "as of the run before"
+    assert made_of(tmp_path / "next")[0]["optim.lr"] == 0.002, "that of the run before"
     source.unlink()
     newest(tmp_path / "new").unlink()
     assert train.main(["--resume", "--out", "new"]) == 0
@@ -644,8 +644,8 @@ def test_the_source_is_needed_until_there_is_a_checkpoint(begin, store_dir, tmp_
         train.main(["--resume", "--out", "late"])
 
 
-def test_a_shadow_begins_as_the_model_that_runs(begin, run_of):
-    """Shared weights are there for each layer; layers that are not there yet are left out."""
+def test_init_from_a_shadow_gives_every_present_layer_its_own_weights(begin, run_of):
+    """Shared weights are copied to each layer; absent layers are left out."""
     group, layers = "--pseudo-group 2 --pseudo-until 0.99", "--pseudo-layers 2 --pseudo-until 0.9"
     for flags, owners in (group, (0, 1, 0, 1)), (layers, (0, -1, -1, 3)):
         path = newest(run_of(f"--pseudo {flags}"))
@@ -654,8 +654,8 @@ def test_a_shadow_begins_as_the_model_that_runs(begin, run_of):
         assert_same(begin(path, out=f"next{owners[1]}"), weights.real_weights(state))
 
 
-def test_weights_of_another_tokenizer_and_damaged_ones_are_refused(begin, run_of, tmp_path):
-    """More in tests/test_mistakes.py."""
+def test_init_refuses_another_tokenizer_and_damaged_weights(begin, run_of, tmp_path):
+    """tests/test_mistakes.py has more refusals."""
     source = newest(run_of())
     state = checkpoint.load(source) | {"tokenizer_fingerprint": "another"}
     checkpoint.save(tmp_path / "changed/step-00000004.pt", state)
