@@ -347,7 +347,7 @@ def places(trainer: Any) -> list[tuple]:
     """Return what of each parameter is offloaded, and whether its weights and its optimizer state
     are on the device.
     """
-    groups, result = importlib.import_module("offload").grouped(trainer.model), []
+    groups, result = importlib.import_module("offload").parameters_by_part(trainer.model), []
     for part in trainer.offloaded.placement.parts:
         for name, parameter in groups[part.name].items():
             has_weights = parameter.inner.untyped_storage().nbytes() >= parameter.nbytes
