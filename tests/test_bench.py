@@ -121,9 +121,7 @@ def test_every_shape_of_a_run_is_timed_against_the_reference():
 def test_the_tables_in_the_documents_match_the_records():
     frontier = import_module("frontier")
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        assert frontier.with_tables(page.read_text()) == page.read_text(), (
-            "run bench/frontier.py docs"
-        )
+        assert frontier.with_tables(page.read_text()) == page.read_text(), "bench/frontier.py docs"
 
 
 # ---- steps
