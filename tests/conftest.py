@@ -221,7 +221,7 @@ def at_step(number: int, do: Callable[[], object], rank: int = 0) -> Iterator[No
 CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")  # Python's audit events
 
 
-def run_and_kill_at(number: int, action: Callable) -> int:
+def kill_at(number: int, action: Callable) -> int:
     """Run `action` in a process that is killed before its change of the file system with this
     number, counted from 1; return the exit status. With 0 it is not killed.
     """
@@ -248,7 +248,7 @@ def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def assert_resume_refused(folder: Path, says: str, flags: str = "") -> None:
+def resume_fails(folder: Path, says: str, flags: str = "") -> None:
     """Assert that --resume fails with one line that matches `says`, and changes no file."""
     before = contents(folder)
     argv = ["--resume", "--out", str(folder), *flags.split()]
@@ -284,7 +284,7 @@ def widened(model: torch.nn.Module) -> torch.nn.Module:
     """Redraw the weights, so wide that a wrong mask or position changes every output."""
     torch.manual_seed(0)
     for name, weight in model.named_parameters():
-        is_norm_scale = "ln" in name and name.endswith("weight")
+        is_norm_scale = ("ln" in name or "_norm" in name) and name.endswith("weight")
         torch.nn.init.normal_(weight, mean=1.0 if is_norm_scale else 0.0, std=0.2)
     return model
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import free_port, refusal, run_and_kill_at, run_rank
+from conftest import free_port, kill_at, refusal, run_rank
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from small_stores import END, ONE, analyzed, contents, many_documents, opened, opener, write_store
@@ -189,7 +189,7 @@ def test_an_error_on_one_rank_is_reported_by_both_and_costs_one_shard(tmp_path, 
 def test_a_killed_analysis_resumes(store, tmp_path, monkeypatch, small, number):
     """Killed while it writes totals, sorted runs or an index, it repeats no finished shard."""
     whole, folder = analyzed(tmp_path / "whole", opener(store), NAMES), tmp_path / "killed"
-    status = run_and_kill_at(number, partial(analyzed, folder, opener(store), NAMES))
+    status = kill_at(number, partial(analyzed, folder, opener(store), NAMES))
     assert status == -signal.SIGKILL
     for metric in NAMES:
         message = refusal(opened, folder, opener(store), metric)
@@ -211,7 +211,7 @@ def test_a_killed_analysis_resumes(store, tmp_path, monkeypatch, small, number):
 @pytest.mark.dist
 def test_workers_end_when_the_process_that_started_them_is_killed(store, tmp_path, small):
     ended, held = Pipe(duplex=False)  # workers inherit `held`, so this ends when all are gone
-    assert run_and_kill_at(11, partial(analyzed, tmp_path, opener(store), NAMES, workers=2)) < 0
+    assert kill_at(11, partial(analyzed, tmp_path, opener(store), NAMES, workers=2)) < 0
     held.close()
     assert ended.poll(30), "a worker still runs"
 

@@ -55,6 +55,7 @@ REFUSED = {
     "--pack-batch": "rows",
     "--ltd --ltd-start": "0 257",
     "--ltd --ltd-share": "1.5",
+    "--ltd --layers": "2",
     "--ltd --ltd-layers 1 --layers": "2",
     "--ltd --ltd-multiple 16 --ltd-start": "8 60",
     "--ltd --ltd-start 250 --ltd-multiple": "100 100000",

@@ -12,6 +12,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import widened
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_batches import LLAMA
@@ -37,11 +38,7 @@ def started(kind: str, **changes) -> Transformer:
 
 
 def tiny(kind: str = "gpt", pos: str = "learned", **changes) -> Transformer:
-    model = started(kind, pos=pos, **changes)
-    for name, weight in model.named_parameters():
-        is_norm_scale = ("ln_" in name or "_norm" in name) and name.endswith("weight")
-        torch.nn.init.normal_(weight, mean=1.0 if is_norm_scale else 0.0, std=0.2)
-    return model.double()
+    return widened(started(kind, pos=pos, **changes)).double()
 
 
 def assert_close(result: Tensor, expected: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 import re
 from importlib.util import find_spec
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -206,13 +207,8 @@ def test_the_command_prints_a_table_and_rows(tmp_path, capsys):
 
 @EVERY_PACKER
 def test_a_step_uses_the_packer_of_the_flags(store_dir, monkeypatch, packer):
-    used = []
-
-    def noted(counts, packer, max_per_pack):
-        used.append((packer, max_per_pack))
-        return pack(counts, "lpfhp", max_per_pack)
-
-    monkeypatch.setattr(packing, "pack", noted)
+    packed = Mock(side_effect=lambda counts, packer, most: pack(counts, "lpfhp", most))
+    monkeypatch.setattr(packing, "pack", packed)
     flags = f"--pack --pack-max-per-row 3 --pack-packer {packer}"
     plan(Store.open(store_dir), flags)(Clock())
-    assert used == [(packer, 3)]
+    assert packed.call_args.args[1:] == (packer, 3)

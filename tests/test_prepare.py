@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TINY, names, refusal, run_and_kill_at, terminate, write_lines
+from conftest import TINY, kill_at, names, refusal, terminate, write_lines
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -437,7 +437,7 @@ def test_stopped_in_the_middle_prepare_leaves_no_store(tmp_path, monkeypatch):
     out = tmp_path / "killed/store"
     begin = partial(prepare.main, [str(TINY), "--out", str(out)])
     for number in (3, 5):
-        assert run_and_kill_at(number, begin) == -signal.SIGKILL and not out.exists()
+        assert kill_at(number, begin) == -signal.SIGKILL and not out.exists()
     make(TINY, out)
     monkeypatch.setattr(store.StoreWriter, "finish", lambda *_, **more: terminate())
     with pytest.raises(SystemExit, match="143"):

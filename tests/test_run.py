@@ -9,16 +9,7 @@ import sys
 from functools import partial
 
 import pytest
-from conftest import (
-    SMALL,
-    assert_resume_refused,
-    at_step,
-    losses_of,
-    metrics,
-    read_log,
-    run_and_kill_at,
-    terminate,
-)
+from conftest import SMALL, at_step, kill_at, losses_of, metrics, read_log, resume_fails, terminate
 
 import train
 from prepare import prepare
@@ -84,8 +75,8 @@ def test_a_run_killed_at_any_moment_resumes(more, store_dir, tmp_path, monkeypat
         number += 1
         out = tmp_path / f"run-{number}"
         begin = partial(train.main, f"{line}/{out.name}".split())
-        status = run_and_kill_at(number, begin)
-        assert status == 0 or run_and_kill_at(0, begin) == 0
+        status = kill_at(number, begin)
+        assert status == 0 or kill_at(0, begin) == 0
         assert losses_of(out) == losses_of(tmp_path / "whole")
         events = [line["event"] for line in read_log(out)]
         assert (events.count("finished"), events.count("eval")) == (1, 3)
@@ -97,7 +88,7 @@ def test_the_log_is_not_written_through_a_link(folder, tmp_path):
     log = (folder / "log.jsonl").rename(tmp_path / "elsewhere.jsonl")
     (folder / "log.jsonl").symlink_to(log)
     checkpoint.find(folder, "last").unlink()  # so that steps remain
-    assert_resume_refused(folder, r"log\.jsonl is a link: replace it with the file")
+    resume_fails(folder, r"log\.jsonl is a link: replace it with the file")
 
 
 def test_if_the_last_checkpoint_is_damaged_a_run_resumes_from_the_one_before(
@@ -108,7 +99,7 @@ def test_if_the_last_checkpoint_is_damaged_a_run_resumes_from_the_one_before(
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
     newest.write_bytes(content)
-    assert_resume_refused(folder, rf"{newest.name} is damaged.*; delete it")
+    resume_fails(folder, rf"{newest.name} is damaged.*; delete it")
     newest.unlink()
     assert train.main(["--resume", "--out", "run"]) == 0
     assert " and is now another: losses may differ" in capsys.readouterr().out
@@ -138,31 +129,29 @@ def test_a_run_resumes_only_with_its_text(folder, store_dir, tmp_path):
     assert train.main(["--resume", "--out", "run", "--data", str(moved)]) == 0
     (tmp_path / "text.txt").write_text("another text\n" * 500)
     prepare([tmp_path / "text.txt"], tmp_path / "other", get_encoding("bytes"), "bytes")
-    assert_resume_refused(
-        folder, "--data: the run in .* was started with another store", "--data other"
-    )
+    resume_fails(folder, "--data: the run in .* was started with another store", "--data other")
 
 
 def test_files_that_do_not_belong_to_the_run_are_refused(folder):
     path = checkpoint.find(folder, "last")
     checkpoint.save(path, checkpoint.load(path) | {"run": "another"})
-    assert_resume_refused(folder, "belongs to another run: put back the one of .*run")
+    resume_fails(folder, "belongs to another run: put back the one of .*run")
     for file in folder.glob("step-*.pt"):
         file.unlink()
-    assert_resume_refused(folder, r"the checkpoints of .*run are gone: put one back")
+    resume_fails(folder, r"the checkpoints of .*run are gone: put one back")
     file = folder / "config.json"
     about = json.loads(file.read_text())
     about["config"]["run.gone"] = 1
     file.write_text(json.dumps(about))
-    assert_resume_refused(folder, r"run\.gone is not a setting of this version")
+    resume_fails(folder, r"run\.gone is not a setting of this version")
     file.write_text("{")
-    assert_resume_refused(folder, r"config\.json is damaged")
+    resume_fails(folder, r"config\.json is damaged")
 
 
 def test_only_one_process_at_a_time_uses_a_folder(folder):
     held = os.open(folder, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
-    assert_resume_refused(folder, "is in use by another process: wait until it ends, or stop it")
+    resume_fails(folder, "is in use by another process: wait until it ends, or stop it")
     os.close(held)
     assert train.main(["--resume", "--out", "run"]) == 0
 
@@ -186,11 +175,11 @@ def test_a_budget_raised_before_the_decay_gives_the_longer_run(store_dir, tmp_pa
 
 
 def test_a_budget_raised_during_the_decay_is_refused(folder, store_dir, tmp_path):
-    assert_resume_refused(folder, "--schedule linear already decays towards 2048", "--tokens 4096")
+    resume_fails(folder, "--schedule linear already decays towards 2048", "--tokens 4096")
     out = tmp_path / "wsd"
     with at_step(7, terminate):
         train.main(f"{FLAGS} --schedule wsd --data {store_dir} --out {out}".split())
-    assert_resume_refused(out, "at step 7 the learning rate is already decaying", "--tokens 4096")
+    resume_fails(out, "at step 7 the learning rate is already decaying", "--tokens 4096")
 
 
 # ---- the log

@@ -424,9 +424,7 @@ def check_failing_saves(runtime: Runtime, folder: Path) -> None:
     checkpoint.save(path, ours.state(), runtime, sharded=True)
     before = contents(folder)
 
-    def full_disk(*_, **more):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full_disk = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     later = checkpoint.step_path(folder, 2, sharded=True)
     for rank, owner, name in ((1, torch, "save"), (0, os, "replace")):
         with pytest.MonkeyPatch.context() as patch:

@@ -97,12 +97,9 @@ def test_the_command_prints_the_drawn_tokens(run_of, capsys):
 
 
 def test_a_bert_and_a_negative_temperature_are_refused(run_of):
-    for flags, problem in {
-        "bert": "holds a BERT",
-        "bert --temperature -1": "--temperature",
-    }.items():
-        argv = flags.replace("bert", str(run_of("--model bert"))).split()
-        assert problem in refusal(sample.main, argv)
+    bert = str(run_of("--model bert"))
+    assert "holds a BERT" in refusal(sample.main, [bert])
+    assert "--temperature" in refusal(sample.main, [bert, "--temperature", "-1"])
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused():

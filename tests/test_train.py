@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import ALL_ON, SMALL, metrics, read_log, refusal, run_and_kill_at, start_ranks
+from conftest import ALL_ON, SMALL, kill_at, metrics, read_log, refusal, start_ranks
 
 import plan
 import train
@@ -77,9 +77,7 @@ def test_off_is_absent(run, log_of, monkeypatch):
     """With its flag off, no line of a technique runs, and losses are the same bit for bit."""
     plain = metrics(log_of())
 
-    def poison(*_, **__):
-        raise AssertionError("a technique that is off was called")
-
+    poison = Mock(side_effect=AssertionError("a technique that is off was called"))
     absent = "ltd.kept_tokens ltd.draw ltd.run_kept ltd.drop_tokens model.checkpoint"
     absent += " curriculum.pace curriculum.parse_metrics curriculum.Curriculum"
     absent += " plan.ready plan.reshape packing.pack_lengths"
@@ -279,7 +277,7 @@ def test_a_run_killed_twice_and_resumed_is_the_same(store_dir, tmp_path, log_of)
     resume = ["--resume", "--out", str(tmp_path / "killed")]
     whole = metrics(log_of(flags))
     for change, argv in ((7, launch), (9, resume)):
-        assert run_and_kill_at(change, partial(train.main, argv)) == -signal.SIGKILL
+        assert kill_at(change, partial(train.main, argv)) == -signal.SIGKILL
     assert train.main(resume) == 0
     assert metrics(read_log(tmp_path / "killed")) == whole
     assert not list((tmp_path / "killed").glob(".*.tmp"))
