@@ -40,7 +40,7 @@ from support.store import get_encoding
 
 
 def restore_signals() -> None:
-    """Handle signals that the parent process ignored, such as nohup or a shell with `&`."""
+    """Handle signals again, which a parent such as nohup or a shell with `&` may ignore."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -103,7 +103,7 @@ def run(store_dir, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def no_sample_or_report():
-    """Skip the sample and the report at the end of runs: they take longer than the steps."""
+    """Make runs end without a sample and a report, which take longer than the steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train.sample, "write", lambda *_, **more: "")
         patch.setattr(train.report, "write", lambda folder, *_, **more: folder)

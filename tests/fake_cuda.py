@@ -145,7 +145,7 @@ def unwrapped(value: Any) -> Any:
 
 def run(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run an operator as torch would if the device existed."""
-    if torch.is_inference_mode_enabled() and func._can_decompose():  # autograd did not do it
+    if torch.is_inference_mode_enabled() and func._can_decompose():  # because autograd did not
         with Device():
             return func.decompose(*args, **kwargs)
     name = func._schema.name.split("::")[1]
@@ -183,7 +183,7 @@ def run(func: Any, args: tuple, kwargs: dict) -> Any:
         result = func(*inner_args, **inner_kwargs)
 
     def on_device(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) in wrappers:  # an operator in place returns its argument
+        if id(tensor) in wrappers:  # an in-place operator returns its argument
             return wrappers[id(tensor)]
         if tensor.dtype == torch.float64:
             count("computes in float64")
@@ -214,7 +214,7 @@ def count_index(name: str, args: tuple) -> None:
     for index in args[1]:
         if index is None:
             continue
-        fills = name != "index" and args[2].numel() == 1  # which is masked_fill
+        fills = name != "index" and args[2].numel() == 1  # this is masked_fill
         if index.dtype in (torch.bool, torch.uint8) and not fills:
             count("waits for a boolean index")
         if not isinstance(index, OnDevice):

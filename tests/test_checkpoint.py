@@ -81,7 +81,7 @@ def test_flipped_bits_and_truncation_are_noticed(tmp_path, sharded):
         assert f"{path} is damaged" in refusal(load, path)
         if not sharded:
             assert not same(torch.load(path, weights_only=True), state_of()), "control: torch loads"
-    for _ in range(100):  # anywhere else it is noticed too, or harmless
+    for _ in range(100):  # anywhere in the file, a flipped bit is noticed or harmless
         file.write_bytes(flipped(whole, 0, len(whole), draw))
         with suppress(ValueError):
             assert same(load(path), state_of())

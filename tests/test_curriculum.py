@@ -48,8 +48,8 @@ def test_pace_equals_worked_examples():
     share=st.floats(0, 1.5),
 )
 def test_pace_equals_deepspeeds(over, low, more, degree, multiple, share):
-    """This holds if the multiple divides start and end. Otherwise DeepSpeed begins above the start,
-    or ends below the end, as the last two lines show.
+    """If the multiple divides start and end. Otherwise DeepSpeed begins above the start or reaches
+    the end late, as the last two lines show.
     """
     setting = (over, low * multiple, (low + more) * multiple, degree, multiple)
     value = pace(int(share * over), *setting)

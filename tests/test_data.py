@@ -89,7 +89,7 @@ def test_samples_equal_a_worked_example():
 
 
 def test_samples_of_a_large_store_come_from_a_table_on_disk(store_dir, tmp_path, monkeypatch):
-    """It is made once. They equal those of a small store, which are kept in memory."""
+    """The table is made once, for each kind of samples. A small store keeps them in memory."""
     analyses = shutil.ignore_patterns("curriculum")  # which runs of other tests have added
     large = Store.open(shutil.copytree(store_dir, tmp_path / "large", ignore=analyses))
     for kind, seq_len in (("pieces", 30), ("bert", 32)):  # both are cut every 30 tokens

@@ -23,7 +23,7 @@ assert_bitwise = partial(torch.testing.assert_close, rtol=0, atol=0)
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SMALL = (2, 63, 6, 20)  # B, T, C, K
-SHAPES = (  # several programs of a kernel, also for one row; keep all, all but one, or one
+SHAPES = (  # several programs of a kernel, also side by side; keep all, all but one, or one
     *((SMALL, dtype) for dtype in DTYPES),
     ((3, 1, 1, 1), torch.bfloat16),
     ((2, 63, 100, 63), torch.bfloat16),

@@ -165,7 +165,10 @@ def test_a_step_is_a_function_of_the_clock_on_any_number_of_ranks(indexed, flags
 
 
 def check_steps_follow_from_the_clock(make, count):
-    """Args: make (rank, ranks) -> a plan"""
+    """Assert that steps are functions of the clock, on any number of ranks.
+
+    Args: make (rank, ranks) -> a plan
+    """
     steps, again = first_steps(make(), count), make()
     for whole in reversed(steps):
         alone = again(whole.before)

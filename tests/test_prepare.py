@@ -351,7 +351,7 @@ FROM = "--tokens-from a.bin --tokenizer bytes"
 def test_of_a_token_file_the_end_is_held_out(tmp_path, monkeypatch, capsys, dtype):
     monkeypatch.chdir(tmp_path)
     width = "--tokens-dtype uint32" if dtype == "uint32" else ""
-    # by default the last two tokens, moved to the next document boundary
+    # by default the last two tokens, extended to a document boundary
     for flags, trained in ("", 24), ("--holdout 3", 18), ("--holdout 0", 27), ("--holdout 1", 0):
         BARE.astype(dtype).tofile("a.bin")
         prepare.main(f"{FROM} {width} {flags} --out {trained}".split())

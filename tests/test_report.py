@@ -83,7 +83,7 @@ def test_cost_to_reach_a_loss_is_interpolated_where_it_is_first_reached(make, lo
     assert report.cost_to_reach(twice, 2.0)["consumed_tokens"] == 150
 
 
-def test_the_dropped_share_does_not_count_padding(log):
+def test_the_dropped_share_is_of_all_positions_including_padding(log):
     assert log.steps["dropped_share"].tolist() == [0, 0, 0, 0]  # 600 of 3 layers x 200 tokens
     padded = {"padding_share": 0.5}  # 400 positions in 3 layers, of which 600 layer-tokens ran
     half = read_run(written(log.folder, [line | padded for line in lines_of_a_run()]))

@@ -248,7 +248,7 @@ def started(config: TransformerConfig) -> Transformer:
 
 
 def rows_of(model: Transformer, step: int, rows: int) -> Batch:
-    """Return packed rows, with answers to the question whether pairs follow if the model has it."""
+    """Return packed rows; for a BERT with pairs, with the answers whether second parts follow."""
     packed = batch(seed=step, B=rows, T=T)
     if model.config.nsp:
         begins = (packed.positions == 0) & (packed.doc_ids >= 0)

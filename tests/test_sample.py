@@ -13,7 +13,7 @@ from support import runtime
 from support.store import get_encoding
 
 BYTES = get_encoding("bytes")
-ROW = 8  # tokens of the longest row
+ROW = 8  # positions of the model
 
 
 def model():

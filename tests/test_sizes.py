@@ -38,7 +38,7 @@ def test_parameter_counts_equal_published_ones():
 def test_only_a_new_nano_gpt_has_an_untied_head_and_its_own_beta2():
     init, told = {"model.init": "a.safetensors"}, {"model.tied": True, "optim.beta2": 0.5}
     others = [(0.95, {"model.size": "124M"}), (0.95, init), (0.999, {"model.model": "bert"})]
-    others.append((0.99, init | {"model.size": "nano"}))  # --init RUN of a nano
+    others.append((0.99, init | {"model.size": "nano"}))  # --init from a nano
     for beta2, given in [(0.99, {}), (0.5, told), *others]:
         result = with_defaults(given)
         assert (result["model.tied"], result["optim.beta2"]) == (given != {}, beta2), given
@@ -216,8 +216,9 @@ def test_the_comparison_with_a_plain_run_and_the_budget_for_equal_text_are_right
 
 
 def test_equal_steps_are_predicted_together_and_equal_a_worked_example(store_dir, monkeypatch):
-    """Two of four layers keep 16 of 32 tokens until 0.5: a step of 8 rows consumes 8 * 24, then
-    8 * 32. 4,096,000 * 0.5 / 192 are 10,667 steps, to 2,048,064; the rest / 256 are 8,000.
+    """Two of four layers keep 16 of 32 tokens until half of the budget. Until then a step of 8 rows
+    consumes 8 * 24 = 192 tokens, afterwards 8 * 32 = 256. 4,096,000 * 0.5 / 192 is 10,667 steps,
+    which end at 2,048,064; the rest / 256 is 8,000 steps.
     """
     small = f"{SMALL} --data {store_dir} --ltd --ltd-start 16 --ltd-share 0.5 --tokens"
     plan, looks = planned(f"{small} 4096000"), []
