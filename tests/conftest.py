@@ -280,7 +280,7 @@ def write_lines(path: Path, lines: list) -> Path:
     return path
 
 
-def widened(model: torch.nn.Module) -> torch.nn.Module:
+def widen(model: torch.nn.Module) -> torch.nn.Module:
     """Redraw the weights, so wide that a wrong mask or position changes every output."""
     torch.manual_seed(0)
     for name, weight in model.named_parameters():

@@ -130,17 +130,17 @@ class Device(TorchDispatchMode):
     __torch_dispatch__ = OnDevice.__torch_dispatch__.__func__
 
 
-def replaced(change: Callable, value: Any) -> Any:
+def map_tensors(change: Callable, value: Any) -> Any:
     """Apply `change` to every tensor; torch's tree_map would take a tenth of a whole run."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, list | tuple):
-        return type(value)([replaced(change, item) for item in value])
+        return type(value)([map_tensors(change, item) for item in value])
     return value
 
 
-def unwrapped(value: Any) -> Any:
-    return replaced(lambda x: x.inner if isinstance(x, OnDevice) else x, value)
+def unwrap(value: Any) -> Any:
+    return map_tensors(lambda x: x.inner if isinstance(x, OnDevice) else x, value)
 
 
 def run(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -150,7 +150,7 @@ def run(func: Any, args: tuple, kwargs: dict) -> Any:
             return func.decompose(*args, **kwargs)
     name = func._schema.name.split("::")[1]
     tensors: list[torch.Tensor] = []
-    replaced(tensors.append, (args, *kwargs.values()))
+    map_tensors(tensors.append, (args, *kwargs.values()))
     wrappers = {id(tensor.inner): tensor for tensor in tensors if isinstance(tensor, OnDevice)}
     asked = kwargs.get("device")
     makes_on_device = bool(wrappers) if asked is None else torch.device(asked).type == "cuda"
@@ -171,8 +171,8 @@ def run(func: Any, args: tuple, kwargs: dict) -> Any:
     if name in INDEXING:
         count_index(name, args)
 
-    inner_args = unwrapped(args)
-    inner_kwargs = {key: unwrapped(value) for key, value in kwargs.items()}
+    inner_args = unwrap(args)
+    inner_kwargs = {key: unwrap(value) for key, value in kwargs.items()}
     if asked is not None:
         inner_kwargs["device"] = CPU
     inner_kwargs.pop("pin_memory", None)
@@ -189,7 +189,7 @@ def run(func: Any, args: tuple, kwargs: dict) -> Any:
             count("computes in float64")
         return OnDevice(tensor)
 
-    return replaced(on_device, result) if makes_on_device else result
+    return map_tensors(on_device, result) if makes_on_device else result
 
 
 def refuse_mix(name: str, args: tuple, tensors: list[torch.Tensor]) -> None:

@@ -76,7 +76,7 @@ def analyzed(folder, open_samples, names=("rarity",), ranks=ONE, workers=1):
     return contents(folder)
 
 
-def opened(folder, open_samples, name):
+def load(folder, open_samples, name):
     """Return the whole index of a metric, in memory."""
     index = analyze.opened(folder, open_samples(), [name])[name]
     return Ranking(index.values[:], index.order[:])

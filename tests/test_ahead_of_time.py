@@ -99,7 +99,7 @@ def print_kernels(arch: int, work: Callable[[], None]) -> None:
     print(json.dumps(kernels))
 
 
-def compiled(arch: int, work: str) -> list[SimpleNamespace]:
+def compile_kernels(arch: int, work: str) -> list[SimpleNamespace]:
     """Return the kernels that `work`, a call of a function below, launches."""
     script = f"from tests import test_ahead_of_time as t; t.print_kernels({arch}, lambda: t.{work})"
     env = os.environ | {"TRITON_INTERPRET": "0"}
@@ -151,7 +151,7 @@ def too_large(kernels: list, arch: int) -> set[str]:
 @pytest.mark.parametrize(("dtype", "causal"), [("bfloat16", True), ("float16", False)])
 @pytest.mark.parametrize("arch", SHARED_KIB)
 def test_attention_spills_little_fits_and_multiplies_on_the_matrix_units(arch, dtype, causal):
-    kernels = compiled(arch, f"attention({dtype!r}, {causal})")
+    kernels = compile_kernels(arch, f"attention({dtype!r}, {causal})")
     everyone = {(name, D) for name in ATTENTION for D in attention_tiles.HEAD_WIDTHS}
     assert {(kernel.kernel, kernel.D) for kernel in kernels} == everyone
     # With D 128 its two sums fill the registers. On an H200, 28 spills cost nothing, and 200 double
@@ -165,7 +165,7 @@ def test_attention_spills_little_fits_and_multiplies_on_the_matrix_units(arch, d
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("arch", SHARED_KIB)
 def test_copies_spill_nothing_and_access_memory_in_wide_words(arch, dtype):
-    kernels = compiled(arch, f"copies({dtype!r}, (100, 768, 1600), ((64, 256),))")
+    kernels = compile_kernels(arch, f"copies({dtype!r}, (100, 768, 1600), ((64, 256),))")
     assert len(kernels) == 6 and not spilling(kernels)
     assert max(kernel.shared for kernel in kernels) <= 4 << 10
     wide = "ld.global.b64 ld.global.v4.b32 st.global.v4.b32"  # positions are int64
@@ -175,7 +175,7 @@ def test_copies_spill_nothing_and_access_memory_in_wide_words(arch, dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("arch", SHARED_KIB)
 def test_losses_spill_nothing_and_compile_once_for_all_vocabularies(arch, dtype):
-    kernels = compiled(arch, f"losses({dtype!r}, (4160, 50_257))")
+    kernels = compile_kernels(arch, f"losses({dtype!r}, (4160, 50_257))")
     assert len(kernels) == 16 and not spilling(kernels) and not too_large(kernels, arch)
     assert compilations(kernels) == {"losses_kernel": 8}
     # single numbers: a row's target, the logit of the target, and the loss
@@ -195,9 +195,9 @@ KEPT = ((1, 1), *((K, T) for T in (1024, 1000) for K in (928, 501, 352, 64, 1)))
 
 
 def test_growing_rows_compile_each_kernel_once():
-    kernels = compiled(90, f"attention('bfloat16', True, (64,), {LENGTHS})")
+    kernels = compile_kernels(90, f"attention('bfloat16', True, (64,), {LENGTHS})")
     assert len(kernels) == 3 * len(LENGTHS)
     assert compilations(kernels) == dict.fromkeys(ATTENTION, 1)
-    kernels = compiled(90, f"copies('float32', (768,), {KEPT})")
+    kernels = compile_kernels(90, f"copies('float32', (768,), {KEPT})")
     assert len(kernels) == 2 * len(KEPT)
     assert compilations(kernels) == {"take_kernel": 1, "place_kernel": 1}

@@ -23,7 +23,7 @@ import pytest
 from conftest import free_port, kill_at, refusal, run_rank
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from small_stores import END, ONE, analyzed, contents, many_documents, opened, opener, write_store
+from small_stores import END, ONE, analyzed, contents, load, many_documents, opener, write_store
 from torch.multiprocessing import start_processes
 
 import analyze
@@ -50,7 +50,7 @@ def small(monkeypatch):
     monkeypatch.setattr(analyze.merged, "__defaults__", (10,))
 
 
-def counted(monkeypatch, name):
+def record(monkeypatch, name):
     """Record the shards that `sum_shard` or `sort_shard` is called with."""
     shards, real = [], getattr(analyze, name)
 
@@ -93,7 +93,7 @@ def test_values_and_order_equal_a_plain_loop(store, tmp_path, kind):
     expected = {"length": length, "rarity": rarity, "rarity-mean": rarity / length}
 
     analyzed(tmp_path / "out", open_samples, ALL)
-    indexes = {name: opened(tmp_path / "out", open_samples, name) for name in ALL}
+    indexes = {name: load(tmp_path / "out", open_samples, name) for name in ALL}
     for index in indexes.values():
         ids = np.arange(len(texts))
         assert index.order.tolist() == np.lexsort((ids, index.values)).tolist()
@@ -115,7 +115,7 @@ def test_shards_blocks_and_merges_do_not_matter(store, tmp_path, monkeypatch, re
     lengths = np.frombuffer(whole["length/values.bin"], np.uint32)
     assert len(set(lengths.tolist())) < len(lengths) / 5, "ties span shards and merges"
     request.getfixturevalue("small")
-    shards = counted(monkeypatch, "sort_shard")
+    shards = record(monkeypatch, "sort_shard")
     assert analyzed(tmp_path / "parts", open_samples, ALL) == whole
     assert [shard.start for shard in shards] == list(range(0, len(lengths), 7))
     shards.clear()
@@ -134,7 +134,7 @@ def test_workers_do_not_matter(store, tmp_path, monkeypatch, small):
     monkeypatch.setitem(analyze.METRICS, "pid", Metric(pids))
     names = [*NAMES, "pid"]
     assert one.items() < analyzed(tmp_path / "two", opener(store), names, workers=2).items()
-    assert os.getpid() not in opened(tmp_path / "two", opener(store), "pid").values
+    assert os.getpid() not in load(tmp_path / "two", opener(store), "pid").values
     monkeypatch.setitem(analyze.METRICS, "wrong", Metric(lambda *_: np.array([np.nan])))
     wrong = refusal(analyzed, tmp_path / "wrong", opener(store), ["wrong"], workers=2)
     assert "--metric wrong has to give each sample a finite" in wrong
@@ -177,7 +177,7 @@ def test_an_error_on_one_rank_is_reported_by_both_and_costs_one_shard(tmp_path, 
     folder = Path("two/pieces-8")
     ranks = np.arange(41) // 7 % 2
     ranks[7:14] = 0  # the only shard that the second attempt had to do
-    assert opened(folder, opener(store), "rank").values.tolist() == ranks.tolist()
+    assert load(folder, opener(store), "rank").values.tolist() == ranks.tolist()
     assert analyzed(tmp_path / "one", opener(store)).items() <= contents(folder).items()
 
 
@@ -192,7 +192,7 @@ def test_a_killed_analysis_resumes(store, tmp_path, monkeypatch, small, number):
     status = kill_at(number, partial(analyzed, folder, opener(store), NAMES))
     assert status == -signal.SIGKILL
     for metric in NAMES:
-        message = refusal(opened, folder, opener(store), metric)
+        message = refusal(load, folder, opener(store), metric)
         assert re.search(f"{metric}: damaged .*No such file", message)
     left = [sorted(folder.glob(f".rarity.*/{kind}-*.npy")) for kind in ("total", "run")]
     done = [len(files) for files in left]
@@ -202,7 +202,7 @@ def test_a_killed_analysis_resumes(store, tmp_path, monkeypatch, small, number):
             os.truncate(empty, 0)
             os.truncate(short, 100)
             os.truncate(cut, cut.stat().st_size - 1)
-    again = [counted(monkeypatch, name) for name in ("sum_shard", "sort_shard")]
+    again = [record(monkeypatch, name) for name in ("sum_shard", "sort_shard")]
     assert analyzed(folder, opener(store), NAMES) == whole, "no other file is left"
     n_shards = len(range(0, len(opener(store)()), 7))
     assert sum(done) >= 3 and [len(shards) for shards in again] == [n_shards - n for n in done]
@@ -230,7 +230,7 @@ def test_training_analyzes_a_small_store_once(store, monkeypatch, capsys):
     samples = opener(store)()
     tokens = samples.store.meta["train_tokens"]
     monkeypatch.setattr(analyze, "SMALL", tokens)  # just small enough
-    summed, measured = (counted(monkeypatch, name) for name in ("sum_shard", "sort_shard"))
+    summed, measured = (record(monkeypatch, name) for name in ("sum_shard", "sort_shard"))
     assert list(analyze.ready(samples, ["seqlen", "rarity"], None, ONE)) == ["rarity"]
     folder = store / "curriculum" / "pieces-8"
     assert f"analyzing {store} by rarity, once: index in {folder}" in capsys.readouterr().out
@@ -309,18 +309,18 @@ def test_an_index_of_something_else_is_refused(store, tmp_path, monkeypatch):
     for other in changed(store, tmp_path):
         new = fingerprint(other(), "rarity")
         refused = rf"rarity: an index with fingerprint {old[:16]}, .* are {new[:16]}: remove it"
-        assert re.search(refused, refusal(opened, tmp_path / "out", other, "rarity"))
+        assert re.search(refused, refusal(load, tmp_path / "out", other, "rarity"))
         assert re.search(refused, refusal(analyzed, tmp_path / "out", other))
     assert contents(tmp_path / "out") == before
     changed_metric = analyze.METRICS["rarity"]._replace(value=pids)
     monkeypatch.setitem(analyze.METRICS, "rarity", changed_metric)
-    assert "an index with fingerprint" in refusal(opened, tmp_path / "out", opener(store), "rarity")
+    assert "an index with fingerprint" in refusal(load, tmp_path / "out", opener(store), "rarity")
 
 
 def test_an_index_stays_valid_when_its_store_moves(store, tmp_path):
     analyze.ready(opener(store)(), ["rarity"], None, ONE)
     moved = opener(shutil.move(store, tmp_path / "moved"))
-    assert len(opened(tmp_path / "moved" / "curriculum" / "pieces-8", moved, "rarity"))
+    assert len(load(tmp_path / "moved" / "curriculum" / "pieces-8", moved, "rarity"))
 
 
 @pytest.mark.parametrize("file", ["index.json", "order.bin", "values.bin"])

@@ -14,7 +14,7 @@ from kernels.cross_entropy import IGNORE
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 
 
-def laid(lengths):
+def lay_spans(lengths):
     """Return spans of pieces of these lengths in a store, with a gap between neighbours."""
     stop = np.cumsum(np.array(lengths) + 3)
     return np.stack((stop - lengths, stop), axis=1)
@@ -27,7 +27,7 @@ def second_lengths(spans, pairs):
 @settings(max_examples=40)
 @given(lengths, st.integers(0, 99))
 def test_every_part_lies_in_one_piece_and_no_token_is_read_twice(lengths, key):
-    spans = laid(lengths)
+    spans = lay_spans(lengths)
     cut, pairs = sentence_pairs(spans, key)
     assert cut[:, 0].tolist() == spans[:, 0].tolist()
     answers, read = pairs.answers(*cut.T), []
@@ -54,7 +54,7 @@ def test_every_part_lies_in_one_piece_and_no_token_is_read_twice(lengths, key):
 
 def test_copies_of_a_piece_are_cut_and_paired_differently():
     """Otherwise copies would be neighbours and swap equal parts. Another key also pairs anew."""
-    spans = laid([40] * 20)[np.random.default_rng(0).integers(0, 20, 400)]
+    spans = lay_spans([40] * 20)[np.random.default_rng(0).integers(0, 20, 400)]
     cut, pairs = sentence_pairs(spans, 3)
     assert not np.array_equal(pairs.second, sentence_pairs(spans, 4)[1].second)
     assert pairs.answers(*cut.T).mean() > 0.4
@@ -64,7 +64,7 @@ def test_copies_of_a_piece_are_cut_and_paired_differently():
 
 def test_with_an_odd_number_any_piece_can_stay_unpaired():
     """If it were always the last by length, the longest second part would always be genuine."""
-    spans = laid(list(range(20, 29)))
+    spans = lay_spans(list(range(20, 29)))
     drawn = [sentence_pairs(spans, key) for key in range(200)]
     alone = [np.flatnonzero(pairs.answers(*cut.T) == IGNORE).tolist() for cut, pairs in drawn]
     counts = np.bincount(np.concatenate(alone), minlength=9)
@@ -75,15 +75,15 @@ def test_half_of_the_second_parts_are_foreign_and_little_text_is_lost():
     def lost(spans, cut):
         return 1 - (cut[:, 1] - cut[:, 0]).sum() / (spans[:, 1] - spans[:, 0]).sum()
 
-    spans = laid(np.random.default_rng(0).integers(8, 254, 2000))
+    spans = lay_spans(np.random.default_rng(0).integers(8, 254, 2000))
     cut, pairs = sentence_pairs(spans, 1)
     assert pairs.answers(*cut.T).mean() == pytest.approx(0.5, abs=0.04)
     assert lost(spans, cut) < 0.001
-    few = laid([253] * 16)
+    few = lay_spans([253] * 16)
     assert np.mean([lost(few, sentence_pairs(few, key)[0]) for key in range(50)]) < 0.03
 
 
-def betrayed(spans, pairs):
+def guess_rate(spans, pairs):
     """Return how often a guess is right that looks only at whether a pair has the usual length."""
     answers = pairs.answers(*spans.T)
     is_full = spans[:, 1] - spans[:, 0] == np.median(spans[:, 1] - spans[:, 0])
@@ -92,9 +92,9 @@ def betrayed(spans, pairs):
 
 def test_lengths_do_not_reveal_the_answer():
     """Most pieces fill a row. The control swaps second parts whatever their lengths."""
-    spans = laid([100] * 3000 + list(range(20, 100)) * 10)
+    spans = lay_spans([100] * 3000 + list(range(20, 100)) * 10)
     cut, pairs = sentence_pairs(spans, 5)
-    assert betrayed(cut, pairs) < 0.54
+    assert guess_rate(cut, pairs) < 0.54
     answers, left = pairs.answers(*cut.T), second_lengths(cut, pairs)
     for of_pair in (pairs.first, left, pairs.first + left):
         by_answer = [of_pair[answers == answer] for answer in (0, 1)]
@@ -106,4 +106,4 @@ def test_lengths_do_not_reveal_the_answer():
     other = np.roll(chosen, 1)
     second[chosen], left[chosen] = second[other], left[other]
     naive = np.stack((spans[:, 0], spans[:, 0] + pairs.first + left), axis=1)
-    assert betrayed(naive, Pairs(pairs.first, second)) > 0.75
+    assert guess_rate(naive, Pairs(pairs.first, second)) > 0.75

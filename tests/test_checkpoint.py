@@ -61,7 +61,7 @@ def test_a_saved_state_loads_unchanged(tmp_path, sharded):
     assert same(state, state_of())  # the tensors do not depend on the files any more
 
 
-def flipped(whole: bytes, begin: int, end: int, draw: random.Random) -> bytes:
+def flip_bit(whole: bytes, begin: int, end: int, draw: random.Random) -> bytes:
     changed = bytearray(whole)
     changed[draw.randrange(begin, end)] ^= 1 << draw.randrange(8)
     return bytes(changed)
@@ -77,12 +77,12 @@ def test_flipped_bits_and_truncation_are_noticed(tmp_path, sharded):
     whole, draw = file.read_bytes(), random.Random(1)
     begin = whole.index(tensor)
     for _ in range(50):
-        file.write_bytes(flipped(whole, begin, begin + len(tensor), draw))
+        file.write_bytes(flip_bit(whole, begin, begin + len(tensor), draw))
         assert f"{path} is damaged" in refusal(load, path)
         if not sharded:
             assert not same(torch.load(path, weights_only=True), state_of()), "control: torch loads"
     for _ in range(100):  # anywhere in the file, a flipped bit is noticed or harmless
-        file.write_bytes(flipped(whole, 0, len(whole), draw))
+        file.write_bytes(flip_bit(whole, 0, len(whole), draw))
         with suppress(ValueError):
             assert same(load(path), state_of())
     for size in (0, 1, begin, len(whole) - 1):

@@ -11,7 +11,7 @@ from support import clock
 from support.clock import Clock, due, effective_tokens, shuffled
 
 
-def dropping(layers, keep, seq_len):
+def layer_tokens(layers, keep, seq_len):
     """Return the tokens that each layer sees if all but the first and last drop tokens."""
     return [seq_len, *[min(keep, seq_len)] * (layers - 2), seq_len]
 
@@ -21,17 +21,17 @@ def consumed(rows, layers, context=0):
 
 
 def test_effective_tokens_equal_worked_examples():
-    assert sum(dropping(6, 128, 256)) == 1024
-    assert consumed([256, 256], dropping(6, 128, 256)) == 340
+    assert sum(layer_tokens(6, 128, 256)) == 1024
+    assert consumed([256, 256], layer_tokens(6, 128, 256)) == 340
     assert consumed([256, 256], [256] * 6) == 512
     # full rows: rows times a, as arXiv 2212.03597 counts; GPT-3 1.3B at its first step
     a = (2048 * (24 - 22) + 128 * 22) // 24
-    assert consumed([2048] * 512, dropping(24, 128, 2048)) == 512 * a
+    assert consumed([2048] * 512, layer_tokens(24, 128, 2048)) == 512 * a
 
 
 def test_padding_is_dropped_first_so_short_rows_keep_more_of_their_tokens():
     """A row of n real tokens keeps min(n, K): with n = 100 and K = 128 it drops none."""
-    layers = dropping(6, 128, 256)
+    layers = layer_tokens(6, 128, 256)
     assert consumed([100], layers) == 100
     assert consumed([200], layers) == (2 * 200 + 4 * 128) // 6
     assert consumed([100, 0, 256], layers) == 100 + 170

@@ -270,11 +270,11 @@ def stores(tmp_path_factory):
     return folder
 
 
-def mixed(stores, words, books):
+def mix(stores, words, books):
     return f"{stores / 'words'}={words},{stores / 'books'}={books}"
 
 
-def mixed_plan(given, flags="", rank=0, world=1):
+def plan_mix(given, flags="", rank=0, world=1):
     return plan(open_store(given), flags, rank, world)
 
 
@@ -311,7 +311,7 @@ def test_invalid_mixtures_are_refused(tmp_path, monkeypatch):
 
 def test_a_mixture_holds_its_stores_one_after_the_other(stores):
     """The first document of each follows an end-of-text, as in a run with one store."""
-    two = open_store(mixed(stores, 1, 1))
+    two = open_store(mix(stores, 1, 1))
     starts = two.tokens.starts[:-1]
     batch = data.collate(two, data.Rows.of(np.stack((starts, starts + 16), axis=1)), 16)
     assert batch.tokens[:, 0].tolist() == [BYTES.eot_token] * 2
@@ -370,7 +370,7 @@ def test_after_any_number_of_draws_each_store_has_its_share(weights, first, coun
 
 def share_drawn(stores, kind):
     """Return the share of `words` in the tokens of 2,000 draws with weights 3 and 7."""
-    samples = data.MixedSamples(open_store(mixed(stores, 0.3, 0.7)), kind, 1024)
+    samples = data.MixedSamples(open_store(mix(stores, 0.3, 0.7)), kind, 1024)
     ids = samples.shuffled(np.arange(2000), seed=1)
     lengths = np.diff(samples.spans(ids)).squeeze() + samples.special_tokens
     return lengths[ids < samples.first_ids[1]].sum() / lengths.sum()
@@ -392,8 +392,8 @@ CURRICULA = [
 @pytest.mark.parametrize("flags", CURRICULA)
 def test_a_step_of_a_mixture_follows_from_the_clock_alone(stores, flags):
     """One store with all the weight gives the steps of that store: neutral is identity."""
-    check_steps_follow_from_the_clock(partial(mixed_plan, mixed(stores, 2, 1), flags), STEPS)
-    alone, all_of_it = (mixed_plan(f"{stores / 'words'}{weight}", flags) for weight in ("", "=1"))
+    check_steps_follow_from_the_clock(partial(plan_mix, mix(stores, 2, 1), flags), STEPS)
+    alone, all_of_it = (plan_mix(f"{stores / 'words'}{weight}", flags) for weight in ("", "=1"))
     for one, other in zip(first_steps(alone, STEPS), first_steps(all_of_it, STEPS), strict=True):
         assert one.after == other.after and one.targets == other.targets
         assert torch.equal(one.batch.tokens, other.batch.tokens)
@@ -412,7 +412,7 @@ def test_off_is_absent_and_neutral_is_identity(run, stores, store_dir, monkeypat
         for of, name in POISONED:
             patch.setattr(of, name, None)  # a call would fail
         with pytest.raises(TypeError, match="'NoneType' object is not callable"):
-            run(f"{SMALLER} --data {mixed(stores, 1, 1)}", out="mixed")
+            run(f"{SMALLER} --data {mix(stores, 1, 1)}", out="mixed")
         plain = metrics(run(SMALLER))
     lines = metrics(run(f"{SMALLER} --data {store_dir}=1", out="alone"))
     for line in lines:
@@ -422,7 +422,7 @@ def test_off_is_absent_and_neutral_is_identity(run, stores, store_dir, monkeypat
 
 
 def test_a_run_resumes_exactly_after_its_stores_have_moved(run, stores, tmp_path):
-    given = mixed(stores, 0.7, 0.3)
+    given = mix(stores, 0.7, 0.3)
     flags = f"{SMALLER} --pack --curriculum seqlen --curriculum-start 8 --data {given}"
     whole = metrics(run(flags, out="whole"))
     with at_step(5, terminate), pytest.raises(AssertionError):  # the status is 143, not 0
@@ -431,11 +431,11 @@ def test_a_run_resumes_exactly_after_its_stores_have_moved(run, stores, tmp_path
 
     resume = ["--resume", "--out", "stopped"]
     turned = f"{stores / 'books'}=0.3,{stores / 'words'}=0.7"
-    for other in (mixed(stores, 0.6, 0.4), stores / "words", turned):
+    for other in (mix(stores, 0.6, 0.4), stores / "words", turned):
         message = refusal(train.main, [*resume, "--data", str(other)])
         assert "started with another store, or with other weights" in message
     moved = shutil.copytree(stores, tmp_path / "moved")
-    assert train.main([*resume, "--data", mixed(moved, 7, 3)]) == 0
+    assert train.main([*resume, "--data", mix(moved, 7, 3)]) == 0
     assert metrics(read_log(tmp_path / "stopped")) == whole
 
 
@@ -450,7 +450,7 @@ class ByByte(torch.nn.Module):
 
 
 def test_a_mixtures_score_is_the_weighted_mean_of_its_stores(stores):
-    two = open_store(mixed(stores, 0.7, 0.3))
+    two = open_store(mix(stores, 0.7, 0.3))
     held_out = Data(BYTES, two, special_ids=None, byte_lengths=byte_lengths(BYTES))
     result = Evaluation(held_out, 64).run(ByByte(), ALONE, 8)
     parts = [Evaluation(held_out._replace(store=p), 64).run(ByByte(), ALONE, 8) for p in two.parts]
@@ -461,7 +461,7 @@ def test_a_mixtures_score_is_the_weighted_mean_of_its_stores(stores):
 
 
 def test_weighted_means_equal_examples_worked_by_hand(stores):
-    two = open_store(mixed(stores, 0.8, 0.2))
+    two = open_store(mix(stores, 0.8, 0.2))
     assert tokens_of_each(two, 1000) == [650, 350], "the docstring's example"
     result = {
         "a": HeldOut(val_loss=4.0, val_bpb=2.0, targets=10, bytes=10),

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import contents, evaluate_into_file, read_log, start_ranks, widened, write_lines
+from conftest import contents, evaluate_into_file, read_log, start_ranks, widen, write_lines
 from small_stores import ONE, in_memory
 from torch import nn
 
@@ -47,7 +47,7 @@ class Even(nn.Module):
 
 
 def tiny(kind: str = "gpt") -> Transformer:
-    return widened(Transformer(TransformerConfig(kind, 1, 2, 16, 32, 64, 320))).double()
+    return widen(Transformer(TransformerConfig(kind, 1, 2, 16, 32, 64, 320))).double()
 
 
 @pytest.fixture(scope="module")

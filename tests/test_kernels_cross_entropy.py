@@ -73,7 +73,7 @@ CASES = {  # x, weight, bias, targets, shares
 WAYS = [*product(CASES, [torch.float32, torch.bfloat16]), ("several chunks", torch.float16)]
 
 
-def placed(dtype: torch.dtype, device: str, x, weight, bias, targets, shares=None) -> list:
+def place(dtype: torch.dtype, device: str, x, weight, bias, targets, shares=None) -> list:
     """Move inputs to a device and dtype, keep their strides, and make leaves require gradients."""
     leaves = [t if t is None else t.detach().to(device, dtype) for t in (x, weight, bias)]
     for leaf in leaves:
@@ -107,8 +107,8 @@ def assert_errs_at_most_twice(truth: list, plain: list, results: list, dtype=Non
 
 @pytest.mark.parametrize(("case", "dtype"), WAYS)
 def test_errors_are_at_most_twice_the_definitions(case, dtype, impl, device):
-    inputs = placed(dtype, device, *CASES[case])
-    exact = placed(torch.float64, device, *inputs)
+    inputs = place(dtype, device, *CASES[case])
+    exact = place(torch.float64, device, *inputs)
     truth = loss_and_gradients("reference", *exact)
     plain = loss_and_gradients("reference", *inputs)
     loss, *gradients = results = loss_and_gradients(impl, *inputs)
@@ -128,7 +128,7 @@ def test_errors_are_at_most_twice_the_definitions(case, dtype, impl, device):
 
 def test_in_float64_chunked_equals_the_definition_to_twelve_digits():
     for case in CASES.values():
-        inputs = placed(torch.float64, "cpu", *case)
+        inputs = place(torch.float64, "cpu", *case)
         results = loss_and_gradients("chunked", *inputs)
         expected = loss_and_gradients("reference", *inputs)
         torch.testing.assert_close(results, expected, rtol=1e-12, atol=1e-12)
@@ -136,8 +136,8 @@ def test_in_float64_chunked_equals_the_definition_to_twelve_digits():
 
 def test_under_autocast_errors_are_at_most_twice_the_definitions(monkeypatch, impl, device):
     monkeypatch.setattr(cross_entropy, "chunk_rows", lambda V, device: 1000)
-    inputs = placed(torch.float32, device, *head(12))
-    truth = loss_and_gradients("reference", *placed(torch.float64, device, *inputs))
+    inputs = place(torch.float32, device, *head(12))
+    truth = loss_and_gradients("reference", *place(torch.float64, device, *inputs))
     with torch.autocast(device, torch.bfloat16):
         plain = loss_and_gradients("reference", *inputs)
         results = loss_and_gradients(impl, *inputs)
@@ -153,8 +153,8 @@ def test_errors_with_gpt2s_vocabulary_are_at_most_twice_the_definitions(device, 
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 8, generator=generator) for n in (3, 50_257))
     targets = torch.tensor([50_256, IGNORE, 0])
-    inputs = placed(torch.bfloat16, device, x, weight, None, targets)
-    truth = loss_and_gradients("reference", *placed(torch.float64, device, *inputs))
+    inputs = place(torch.bfloat16, device, x, weight, None, targets)
+    truth = loss_and_gradients("reference", *place(torch.float64, device, *inputs))
     plain, results = (loss_and_gradients(form, *inputs) for form in ("reference", impl))
     assert_errs_at_most_twice(truth, plain, results)
 
@@ -167,7 +167,7 @@ def test_ignored_targets_have_no_loss_even_with_nan_logits(impl, device):
 
 def test_a_target_outside_the_vocabulary_makes_the_kernels_loss_nan():
     needs_triton()
-    inputs = placed(torch.float32, "cpu", *head(2, ignored=0))
+    inputs = place(torch.float32, "cpu", *head(2, ignored=0))
     for no_token in (V, -1, 2**40):
         inputs[3][1] = no_token
         assert linear_cross_entropy(*inputs[:4], "triton").isnan()
@@ -196,7 +196,7 @@ def test_auto_selects_the_kernel_for_16_bits_on_a_gpu_with_triton(monkeypatch):
 
 def test_second_derivatives_and_second_backward_passes_are_refused(impl, device):
     """A second backward pass would scale the gradients twice."""
-    x, *others = placed(torch.float32, device, *head())
+    x, *others = place(torch.float32, device, *head())
     loss = linear_cross_entropy(x, *others[:3], impl)
     with pytest.raises(RuntimeError, match=r"no second derivative.*impl='reference'"):
         torch.autograd.grad(loss, x, create_graph=True)

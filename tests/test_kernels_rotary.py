@@ -15,7 +15,7 @@ ROUNDING = {torch.float64: 1e-12, torch.float32: 2e-4, torch.bfloat16: 2**-8}
 B, T, H, D = 2, 63, 3, 8
 
 
-def compiled(function, met: set[torch.dtype]):
+def compile_whole(function, met: set[torch.dtype]):
     """Compile a function to one graph that runs as is; collect its dtypes, forward and backward."""
 
     def note(graph, inputs):
@@ -53,7 +53,7 @@ def test_pairs_turn_like_complex_numbers_compiled_or_not(dtype):
     truth = definition(q, positions)
     exact = (truth, *torch.autograd.grad(truth, q, above.double()))
     results = []
-    for run in (rotate, compiled(rotate, dtypes_met)):
+    for run in (rotate, compile_whole(rotate, dtypes_met)):
         turned = run(q, turns)
         results.append((turned, *torch.autograd.grad(turned, q, above)))
     for ours, of_compiled, expected in zip(*results, exact, strict=True):

@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from conftest import widened
+from conftest import widen
 from test_readme import read
 from torch import nn
 
@@ -48,7 +48,7 @@ def test_rows_packed_by_the_page_have_the_losses_of_their_documents(code_of):
     code_of("leak_check.py")
     ours = code_of("check_ours.py")
     assert ours.with_mask == [] and ours.without == [(0, 1), (0, 2), (1, 2)]
-    model, pieces = widened(ours.model), [[*range(9, 29)], [*range(7)], [*range(30, 34)]]
+    model, pieces = widen(ours.model), [[*range(9, 29)], [*range(7)], [*range(30, 34)]]
     packed = Batch(*packed_rows([pieces[0] + pieces[1], pieces[2]], 20))
     assert packed.tokens.shape == (2, 20)
     alone = sum(model(Batch(*packed_rows([piece], len(piece)))) for piece in pieces)
@@ -70,7 +70,7 @@ def test_the_pages_token_dropping_computes_what_ours_does(code_of):
     flags = "--ltd --ltd-start 8 --ltd-pace linear --ltd-multiple 4 --layers 5 --pos learned"
     shape = "--heads 2 --width 16 --seq-len 32 --batch-tokens 128 --seed 7"
     settings = config.build(config.parse(f"{flags} {shape} --ltd-steps 8".split()))
-    ours = widened(Transformer(config.transformer_config(settings, vocab_size=64))).train()
+    ours = widen(Transformer(config.transformer_config(settings, vocab_size=64))).train()
     tokens = torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(1))
     theirs = nn.ModuleList(map(InputOnly, ours.h))
     names = list(theirs.state_dict())

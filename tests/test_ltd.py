@@ -30,7 +30,7 @@ CONTEXT = StepContext(seed=7, step=3, progress=0.0, seq_len=24, layers=4)
 IN_24 = "--ltd --seq-len 24 --batch-tokens 72 --layers 4"
 
 
-def wrapped(settings, inputs, first=0, context=CONTEXT, inner=run_plain):
+def wrap(settings, inputs, first=0, context=CONTEXT, inner=run_plain):
     """Return the block runner of a micro-batch whose first row has number `first` on all ranks."""
     rows = torch.arange(first, first + len(inputs.tokens))
     return ltd.wrap_block(inner, settings.ltd, context, rows, inputs)
@@ -40,7 +40,7 @@ def random_bits(*shape, seed=0):
     return torch.randint(2**63 - 1, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def dropping(keep: int, inputs: Batch):
+def runner_keeping(keep: int, inputs: Batch):
     """Return a block runner with which layers 1 and 2 keep `keep` of 24 tokens."""
     bits = CONTEXT.bits("ltd", (1, 2), torch.arange(len(inputs.tokens)), 24)
     kept = ltd.draw(keep, bits, None if inputs.doc_ids is None else inputs.doc_ids < 0)
@@ -72,7 +72,7 @@ def test_draws_are_sorted_and_unique_and_keep_real_tokens_first(keep, seed, padd
 N = 4000  # rows, over which a share of 1/4 has a standard deviation of 0.0068
 
 
-def drawn(flags="", step=1, rows=N, seed=7) -> torch.Tensor:
+def draw_kept(flags="", step=1, rows=N, seed=7) -> torch.Tensor:
     """Return which tokens a run with --ltd-start 6 keeps, as (layers, rows, 24) bool."""
     settings = settings_of(f"--layers 6 --ltd --ltd-start 6 --seq-len 24 --batch-tokens 24 {flags}")
     tokens = torch.zeros(rows, 24, dtype=torch.int64)
@@ -85,20 +85,20 @@ def drawn(flags="", step=1, rows=N, seed=7) -> torch.Tensor:
 
 def test_draws_are_uniform_and_independent_between_layers_rows_and_steps():
     """Two independent draws of 6 out of 24 share 6 * 6 / 24 = 1.5 tokens on average."""
-    first, second = drawn().float(), drawn(step=2).float()
+    first, second = draw_kept().float(), draw_kept(step=2).float()
     assert (first.mean(1) - 0.25).abs().max() < 5 * 0.0068
     pairs = {"layers": (first[0], first[-1]), "steps": (first[0], second[0])}
     for name, (a, b) in {**pairs, "rows": (first[0, 1:], first[0, :-1])}.items():
         both = (a * b).sum(1)
         assert abs(both.mean() - 1.5) < 5 * both.std() / N**0.5, name
         assert (both == 0).sum() > 0.1 * N, f"{name}: 13.8 % should share none (hypergeometric)"
-    bypass = drawn("--ltd-mode bypass")
+    bypass = draw_kept("--ltd-mode bypass")
     assert (bypass == first[0].bool()).all(), "one draw for all layers, that of the first"
 
 
 def test_the_picture_in_the_docs_is_a_real_draw():
     """Of 24 tokens, middle layers keep 6: the first row of the first step with seed 1337."""
-    kept = [[True] * 24, *drawn(rows=1, seed=1337)[:, 0].tolist(), [True] * 24]
+    kept = [[True] * 24, *draw_kept(rows=1, seed=1337)[:, 0].tolist(), [True] * 24]
     rows = (" ".join("█" if seen else "·" for seen in row) for row in kept)
     lines = [f"layer {layer}  {row}" for layer, row in enumerate(rows)]
     page = (Path(__file__).parents[1] / "docs/ltd.md").read_text(encoding="utf-8")
@@ -130,7 +130,7 @@ def test_the_flags_choose_the_layers_that_drop_tokens(flags, tokens):
         seen[layer] = x.shape[1]
         return block(x, meta)
 
-    small()(inputs, run_block=wrapped(settings, inputs, inner=spy))
+    small()(inputs, run_block=wrap(settings, inputs, inner=spy))
     assert [seen[layer] for layer in range(4)] == tokens
     assert tokens_by_layer(settings, CONTEXT, 24) == tokens, "the clock counts what runs"
 
@@ -149,7 +149,7 @@ def test_no_position_depends_on_a_later_one(packed):
         )
         return not torch.equal(out[:, :later], plain[:, :later])
 
-    assert not any(is_seen(later, dropping(11, inputs)) for later in range(1, 24, 3))
+    assert not any(is_seen(later, runner_keeping(11, inputs)) for later in range(1, 24, 3))
     unsorted = torch.arange(23, 1, -2)[None]
     assert is_seen(19, ltd.drop_tokens({1: unsorted, 2: unsorted}, run_plain))
 
@@ -160,7 +160,7 @@ def test_a_draw_does_not_depend_on_ranks_or_micro_batches():
     model, inputs = small(), batch(True)
 
     def states(batch: Batch, first: int, context=CONTEXT):
-        run_block = wrapped(settings, batch, first, context)
+        run_block = wrap(settings, batch, first, context)
         return model.hidden_states(batch.tokens, batch.positions, batch.doc_ids, run_block)
 
     whole = states(inputs, 0)

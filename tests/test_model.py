@@ -12,7 +12,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import widened
+from conftest import widen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_batches import LLAMA
@@ -29,7 +29,7 @@ WITH_PAIRS = [*KINDS, ("bert of pairs", "learned")]  # --nsp
 SEQ_LEN, VOCAB = 24, 50
 
 
-def started(kind: str, **changes) -> Transformer:
+def initial(kind: str, **changes) -> Transformer:
     """Return a model with its initial weights."""
     shape = dict(layers=3, heads=2, width=16, mlp_width=32, seq_len=SEQ_LEN, vocab_size=VOCAB)
     shape |= dict(nsp=kind == "bert of pairs") | (LLAMA if kind == "llama" else {}) | changes
@@ -38,7 +38,7 @@ def started(kind: str, **changes) -> Transformer:
 
 
 def tiny(kind: str = "gpt", pos: str = "learned", **changes) -> Transformer:
-    return widened(started(kind, pos=pos, **changes)).double()
+    return widen(initial(kind, pos=pos, **changes)).double()
 
 
 def assert_close(result: Tensor, expected: Tensor) -> None:
@@ -286,7 +286,7 @@ def test_a_llamas_norm_and_mlp_follow_the_equations_and_queries_share_keys():
     block = model.h[0]
     size = (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     assert_close(block.ln_1(x), x / size * block.ln_1.weight)
-    assert started("bert", norm="rmsnorm").ln_f.eps == 1e-5 != started("bert").ln_f.eps
+    assert initial("bert", norm="rmsnorm").ln_f.eps == 1e-5 != initial("bert").ln_f.eps
     gate, up = (x @ block.mlp.c_fc.weight.T).split(32, dim=-1)
     assert_close(block.mlp(x), (gate / (1 + (-gate).exp()) * up) @ block.mlp.c_proj.weight.T)
     wider = tiny("llama", "rope", kv_heads=2)  # with a copy of the shared keys for each query head
@@ -301,7 +301,7 @@ def test_a_llamas_norm_and_mlp_follow_the_equations_and_queries_share_keys():
 
 def test_outputs_to_the_residual_stream_start_smaller_in_gpt():
     for kind, expected in (("gpt", 0.02 / math.sqrt(16)), ("bert", 0.02)):
-        for block in started(kind, layers=8, width=128, mlp_width=512).h:
+        for block in initial(kind, layers=8, width=128, mlp_width=512).h:
             for out in (block.attn.c_proj, block.mlp.c_proj):
                 assert out.weight.std().item() == pytest.approx(expected, rel=0.03)
             for inner in (block.attn.c_attn, block.mlp.c_fc):
@@ -316,4 +316,4 @@ UNKNOWN = [("pos", "alibi"), ("norm", "batchnorm"), ("mlp", "relu"), ("kind", "t
 def test_unknown_choices_are_refused(name, value):
     """For example, an unknown kind of positions is not treated as rotary."""
     with pytest.raises(ValueError, match=value):
-        started(**{"kind": "gpt", name: value}).logits(torch.ones(1, 8).long())
+        initial(**{"kind": "gpt", name: value}).logits(torch.ones(1, 8).long())

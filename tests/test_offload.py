@@ -615,8 +615,7 @@ def test_two_ranks_with_offloaded_state_train_as_without(store_dir, tmp_path):
     flags = [*f"{SMALL} {SHORT} --micro-batch-size 2 --data {store_dir} --out".split()]
     without, offloaded = ([*flags, str(tmp_path / name)] for name in ("without", "with"))
     start_ranks(2, without, [*offloaded, "--offload", "--offload-budget", "820KB"])
-    expected, result = (metrics(read_log(tmp_path / name)) for name in ("without", "with"))
-    assert result == expected
+    assert metrics(read_log(tmp_path / "with")) == metrics(read_log(tmp_path / "without"))
 
 
 def test_a_stage_of_pseudo_gets_a_new_placement_and_the_start_prints_one(run, log_of, capsys):

@@ -65,7 +65,7 @@ def best_fit(lengths, max_len):
     return len(spaces)
 
 
-def published(counts, max_per_pack, longest_pack_first):
+def published_packs(counts, max_per_pack, longest_pack_first):
     """Count the packs of the paper's SPFHP and LPFHP, as Graphcore's code defines them.
 
     Open packs are grouped by the space they have left, and the last one of a group is used first.
@@ -164,8 +164,8 @@ def test_rows_hold_every_document_once(packer, counts, max_per_pack, seed):
 def test_greedy_packers_need_no_more_packs_than_published_ones(counts, max_per_pack):
     documents = documents_of(counts).tolist()
     assert pack(counts, "lpfhp").packs == best_fit(documents, len(counts) - 1)
-    assert pack(counts, "lpfhp", max_per_pack).packs <= published(counts, max_per_pack, True)
-    assert pack(counts, "spfhp", max_per_pack).packs == published(counts, max_per_pack, False)
+    assert pack(counts, "lpfhp", max_per_pack).packs <= published_packs(counts, max_per_pack, True)
+    assert pack(counts, "spfhp", max_per_pack).packs == published_packs(counts, max_per_pack, False)
 
 
 # ---- refusals

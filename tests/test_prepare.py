@@ -390,7 +390,7 @@ def test_bad_token_files_and_flags_are_refused(tmp_path, monkeypatch, content, a
 # --- a tokenizer learned from the training documents
 
 
-def learned(corpus: Path, out: Path, *flags: str) -> bytes:
+def learn(corpus: Path, out: Path, *flags: str) -> bytes:
     out.unlink(missing_ok=True)
     prepare.main([str(corpus), "--learn-ranks", "320", "--out", str(out), *flags])
     return out.read_bytes()
@@ -401,7 +401,7 @@ def test_learned_ranks_are_reproducible_and_a_bar_shows_progress(tmp_path, monke
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
-    sha256 = hashlib.sha256(learned(TINY, tmp_path / "a.tiktoken")).hexdigest()
+    sha256 = hashlib.sha256(learn(TINY, tmp_path / "a.tiktoken")).hexdigest()
     assert sha256 == "4dae60ded8d1ef0d04544fda514a8b555c40e60e137a9b294aa95bda9c8cad40"
     assert "/320 " in terminal.getvalue()
 
@@ -416,7 +416,7 @@ def test_held_out_documents_do_not_influence_the_ranks(tmp_path):
         texts = documents | dict.fromkeys(changed, "qzqzqzqz " * 50)
         lines = [{"id": i, "text": text} for i, text in texts.items()]
         path = write_lines(tmp_path / "a.jsonl", lines)
-        return learned(path, tmp_path / "a.tiktoken", "--learn-ranks", "260", *flags)
+        return learn(path, tmp_path / "a.tiktoken", "--learn-ranks", "260", *flags)
 
     unchanged = ranks([])
     assert ranks(held_out) == unchanged != ranks([training])
@@ -425,7 +425,7 @@ def test_held_out_documents_do_not_influence_the_ranks(tmp_path):
 
 @pytest.mark.slow
 def test_the_embedded_ranks_are_learned_from_the_embedded_corpus(tmp_path):
-    ranks = learned(MIX, tmp_path / "pd4k.tiktoken", "--learn-ranks", "4096")
+    ranks = learn(MIX, tmp_path / "pd4k.tiktoken", "--learn-ranks", "4096")
     assert ranks == store.PD4K.read_bytes()
 
 

@@ -96,7 +96,7 @@ def a_step(model, optimizers, owners, seed):
     optimizers.step(0.01)
 
 
-def trained(owners, kind="adamw"):
+def train_model(owners, kind="adamw"):
     model = model_of(owners)
     optimizers = Optimizers(dict(model.named_parameters()), kind, 0.1, (0.9, 0.95))
     for step in range(3):
@@ -119,7 +119,7 @@ def model_from(state):
 @pytest.mark.parametrize("policy", pseudo.STATES)
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_unsharing_weights_keeps_the_models_function_bitwise(policy, kind):
-    model, state = trained(stage(8, 8, 4), kind)
+    model, state = train_model(stage(8, 8, 4), kind)
     before = copy.deepcopy(state)
     real = hand_over(state, REAL, policy)
     assert torch.equal(logits_of(model_from(real)), logits_of(model))
@@ -132,7 +132,7 @@ def test_unsharing_weights_keeps_the_models_function_bitwise(policy, kind):
 
 def test_optimizer_state_equals_the_worked_example():
     """Two layers share a weight. The second moment doubles; the first and the step count stay."""
-    _, state = trained((0, 0))
+    _, state = train_model((0, 0))
     kept = state["optimizers"]["state"]
     of_one = kept["h.0.ln_1.weight"]
     for policy, scale in (("copy", 1), ("rescale", 2)):
@@ -147,7 +147,7 @@ def test_optimizer_state_equals_the_worked_example():
 
 
 def test_doubling_twice_equals_quadrupling():
-    _, state = trained(stage(4, 4, 1))
+    _, state = train_model(stage(4, 4, 1))
     for policy in ("copy", "rescale"):
         twice = hand_over(hand_over(state, stage(4, 4, 2), policy), stage(4, 4, 4), policy)
         once = hand_over(state, stage(4, 4, 4), policy)
@@ -159,7 +159,7 @@ def test_doubling_twice_equals_quadrupling():
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_new_layers_are_copies_of_their_neighbours(kind):
     owners = stage(6, 3, 3)  # 0 . 2 . . 5
-    model, state = trained(owners, kind)
+    model, state = train_model(owners, kind)
     grown = hand_over(state, tuple(range(6)), "copy")["model"]
     matrices = [grown[f"h.{layer}.mlp.c_fc.weight"] for layer in range(6)]
     same = [[torch.equal(a, b) for b in matrices].index(True) for a in matrices]

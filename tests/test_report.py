@@ -41,7 +41,7 @@ def lines_of_a_run(flags="", losses=(3.0, 2.0), steps=4, ms=100.0, **start) -> l
     return [*lines, {"event": "eval", **at, **last}]
 
 
-def written(folder: Path, lines: list) -> Path:
+def save_log(folder: Path, lines: list) -> Path:
     """Write a run's folder with these lines in its log; strings are written unchanged."""
     folder.mkdir(parents=True, exist_ok=True)
     return write_lines(folder / "log.jsonl", lines).parent
@@ -50,7 +50,7 @@ def written(folder: Path, lines: list) -> Path:
 @pytest.fixture
 def make(tmp_path):
     """Write the folder of a run with such a log: make("a", flags="--ltd", losses=(3.0, 2.0))"""
-    return lambda name="a", **of: written(tmp_path / name, lines_of_a_run(**of))
+    return lambda name="a", **of: save_log(tmp_path / name, lines_of_a_run(**of))
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_cost_to_reach_a_loss_is_interpolated_where_it_is_first_reached(make, lo
 def test_the_dropped_share_is_of_all_positions_including_padding(log):
     assert log.steps["dropped_share"].tolist() == [0, 0, 0, 0]  # 600 of 3 layers x 200 tokens
     padded = {"padding_share": 0.5}  # 400 positions in 3 layers, of which 600 layer-tokens ran
-    half = read_run(written(log.folder, [line | padded for line in lines_of_a_run()]))
+    half = read_run(save_log(log.folder, [line | padded for line in lines_of_a_run()]))
     assert half.steps["dropped_share"].tolist() == [0.5] * 4
     cells = report.facts([half])
     assert cells["Dropped"].startswith("50.0%") and cells["Padding"].startswith("50.0%")
@@ -161,7 +161,7 @@ def test_a_truncated_line_is_skipped_and_counted_and_missing_fields_are_nan(make
     lines = lines_of_a_run()
     lines[1]["mfu"] = None
     del lines[2]["mfu"]
-    damaged = read_run(written(make("b"), [*lines, '{"event": "tra']))
+    damaged = read_run(save_log(make("b"), [*lines, '{"event": "tra']))
     assert "without 1 damaged line" in report.facts([damaged])["Progress"]
     assert np.isnan(damaged.steps["mfu"]).tolist() == [True, True, False, False]
     assert np.isnan(damaged.steps["pool"]).all()
@@ -172,7 +172,7 @@ def test_a_truncated_line_is_skipped_and_counted_and_missing_fields_are_nan(make
 def test_a_run_that_has_just_begun_has_a_report(make):
     other = make("b", flags="--ltd")
     for kept in (1, 2, 3, 4):
-        folder = written(make(), lines_of_a_run()[:kept])
+        folder = save_log(make(), lines_of_a_run()[:kept])
         assert "of its budget" in seen(html_of(folder))
         html_of(folder, other)
         html_of(other, folder)
@@ -182,7 +182,7 @@ def test_a_report_shows_when_a_run_resumed_and_changed_stage(make):
     lines = lines_of_a_run(steps=40)
     lines.insert(13, lines[0] | {"resumed_at": 12, "commit": "def"})
     lines.insert(3, {"event": "stage", "step": 2, "owners": [0, 1, -1]})
-    text = html_of(written(make(), lines))
+    text = html_of(save_log(make(), lines))
     assert "(1) after step 2 --pseudo: layers use the weights of 0 1 ." in seen(text)
     assert "(2) after step 12 resumed with commit def" in seen(text)
     assert text.count('class="mark"') == 2 * text.count('class="chart"') > 4
@@ -227,7 +227,8 @@ def test_the_last_evaluation_is_a_dot_and_the_command_prints_the_comparison(make
 
 def test_a_report_of_a_real_run_is_complete(log_of, tmp_path, capsys):
     """So the names that train.py logs are those that report.py reads."""
-    folders = [str(written(tmp_path / "b", log_of())), str(written(tmp_path / "a", log_of(ALL_ON)))]
+    logs = {"b": log_of(), "a": log_of(ALL_ON)}
+    folders = [str(save_log(tmp_path / name, lines)) for name, lines in logs.items()]
     report.main(folders[1:])
     output = capsys.readouterr().out
     assert output.endswith(f"report: {folders[1]}/report.html\n") and f"{folders[1]}: " in output

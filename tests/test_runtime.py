@@ -221,24 +221,24 @@ T, V = 24, 65  # neither 2 nor 3 ranks can share the 65 rows of the embedding ev
 
 
 def gpt(vocab_size: int = V, seq_len: int = T) -> Transformer:
-    return started(TransformerConfig("gpt", 4, 2, 16, 64, seq_len, vocab_size, "rope"))
+    return random_model(TransformerConfig("gpt", 4, 2, 16, 64, seq_len, vocab_size, "rope"))
 
 
 def gpt_with_shared_block() -> Transformer:
     """Return a model in which layers 1 to 3 share weights and the last layer is absent."""
-    model = started(TransformerConfig("gpt", 5, 2, 16, 64, T, V, "learned"))
+    model = random_model(TransformerConfig("gpt", 5, 2, 16, 64, T, V, "learned"))
     return pseudo.share(model, (0, 1, 1, 1, pseudo.ABSENT))
 
 
 def llama() -> Transformer:
-    return started(TransformerConfig("gpt", 3, 2, 16, 64, T, V, **LLAMA))
+    return random_model(TransformerConfig("gpt", 3, 2, 16, 64, T, V, **LLAMA))
 
 
 def bert() -> Transformer:
-    return started(TransformerConfig("bert", 3, 2, 16, 64, T, V, "learned", nsp=True))
+    return random_model(TransformerConfig("bert", 3, 2, 16, 64, T, V, "learned", nsp=True))
 
 
-def started(config: TransformerConfig) -> Transformer:
+def random_model(config: TransformerConfig) -> Transformer:
     """Return a model with random weights; initially scales of norms would be 1 and biases 0."""
     model, random = Transformer(config), torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from conftest import refusal, widened
+from conftest import refusal, widen
 
 import sample
 from model import Transformer, TransformerConfig
@@ -18,7 +18,7 @@ ROW = 8  # positions of the model
 
 def model():
     """Return a model with wide weights, so that positions and every layer matter."""
-    return widened(Transformer(TransformerConfig("gpt", 3, 2, 16, 32, ROW, 320))).eval()
+    return widen(Transformer(TransformerConfig("gpt", 3, 2, 16, 32, ROW, 320))).eval()
 
 
 def draw(count=20, of=None, prompt=(5, 6), **options):

@@ -85,7 +85,7 @@ MAPPING = {  # what torch's counter lacks, and causal attention counted as half 
 FEW = "--layers 3 --batch-tokens 1024 --tokens 100000 --optimizer adamw"
 
 
-def planned(line: str) -> Plan:
+def plan_of(line: str) -> Plan:
     settings = config.build(config.parse(line.split()))
     data = open_data(settings.data, settings.model.model == "bert", ONE)
     shape = config.transformer_config(settings, -(-data.encoding.n_vocab // 64) * 64)
@@ -109,7 +109,7 @@ STEPS = [
 
 @pytest.mark.parametrize(("flags", "at_most"), STEPS)
 def test_the_flops_of_a_step_equal_torchs_count(flags, at_most):
-    plan = planned(f"{FEW} {flags}")
+    plan = plan_of(f"{FEW} {flags}")
     step, net = plan(Clock()), Transformer(plan.model)
     trainer = train.assemble(plan.settings, model=net, runtime=ONE, micro_batch=4)
     with FlopCounterMode(display=False, custom_mapping=MAPPING) as counter:
@@ -188,7 +188,7 @@ AHEAD = [
 @pytest.mark.parametrize("flags", AHEAD)
 def test_the_predicted_end_is_that_of_the_run(flags, store_dir):
     """Planning step by step ends at the same clock, if rows are full."""
-    plan, clock = planned(f"{SMALL} --data {store_dir} {flags}"), Clock()
+    plan, clock = plan_of(f"{SMALL} --data {store_dir} {flags}"), Clock()
     while clock.consumed_tokens < 4096:
         clock = plan(clock).after
     end = plan.end(Clock())
@@ -204,13 +204,13 @@ def test_the_predicted_end_is_that_of_the_run(flags, store_dir):
 @pytest.mark.parametrize("flags", ["--ltd --ltd-start 8 --pack", "--pseudo --pseudo-layers 2"])
 def test_the_comparison_with_a_plain_run_and_the_budget_for_equal_text_are_right(flags, store_dir):
     line = f"{SMALL} --data {store_dir} {flags} --tokens"
-    plan = planned(f"{line} 100K")
+    plan = plan_of(f"{line} 100K")
     own, plain = (p.end(Clock()) for p in (plan, plan.plain()))
     said = plan.beside_plain(Clock(), own, plain)
     ratio, flops, tokens = re.findall(r"[\d.]+K?", said)
     assert float(ratio) == pytest.approx(own.real_tokens / plain.real_tokens, rel=0.01)
     assert float(flops) == pytest.approx(own.flops / plain.flops, rel=0.01)
-    same_text = planned(f"{line} {tokens}").end(Clock())
+    same_text = plan_of(f"{line} {tokens}").end(Clock())
     assert same_text.real_tokens == pytest.approx(plain.real_tokens, rel=0.02)
     assert plan.plain().beside_plain(Clock(), plain, plain) == ""
 
@@ -221,7 +221,7 @@ def test_equal_steps_are_predicted_together_and_equal_a_worked_example(store_dir
     which end at 2,048,064; the rest / 256 is 8,000 steps.
     """
     small = f"{SMALL} --data {store_dir} --ltd --ltd-start 16 --ltd-share 0.5 --tokens"
-    plan, looks = planned(f"{small} 4096000"), []
+    plan, looks = plan_of(f"{small} 4096000"), []
     full_step = plan.full_step
     monkeypatch.setattr(plan, "full_step", lambda clock: looks.append(1) or full_step(clock))
     end = plan.end(Clock())

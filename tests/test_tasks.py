@@ -10,7 +10,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import refusal, widened, write_lines
+from conftest import refusal, widen, write_lines
 from small_stores import ONE
 from torch import nn
 
@@ -136,7 +136,7 @@ def by_definition(model, context: str, continuation: str) -> tuple[float, bool]:
 
 @pytest.mark.parametrize("questions", [LAST_WORDS, CHOICES])
 def test_packed_answers_equal_those_of_each_item_alone(tmp_path, questions):
-    model = widened(Transformer(TransformerConfig("gpt", 2, 2, 16, 32, ROW, 320)).double())
+    model = widen(Transformer(TransformerConfig("gpt", 2, 2, 16, 32, ROW, 320)).double())
     model.wte.weight.data[128:] = 0  # so that the likeliest token is ASCII
     spelled = chr(model.logits(torch.tensor([[END, *b"Ann"]]))[0, -1].argmax())
     if questions is LAST_WORDS:

@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT
 
 
-def copied(to: Path) -> Path:
+def copy_project(to: Path) -> Path:
     """Copy what a run and its tests need."""
     skip = shutil.ignore_patterns(".*", "__pycache__", "results", "runs", "*.egg-info")
     return Path(shutil.copytree(ROOT, to, ignore=skip))
@@ -95,7 +95,7 @@ def test_without_{technique}_the_rest_trains_samples_and_evaluates(run, capsys):
 @pytest.mark.slow
 def test_a_technique_can_be_added_and_others_deleted(tmp_path):
     """In a single copy, the page's example is added and three techniques are deleted."""
-    copy = copied(tmp_path / "copy")
+    copy = copy_project(tmp_path / "copy")
     add_example(copy)
     for technique, flags, files in (
         ("pseudo", "--ltd --offload", ["skip"]),
@@ -110,7 +110,7 @@ def test_a_technique_can_be_added_and_others_deleted(tmp_path):
 
 @pytest.mark.slow
 def test_a_positional_scheme_can_be_added(tmp_path):
-    copy = copied(tmp_path / "copy")
+    copy = copy_project(tmp_path / "copy")
     add_example(copy, "model")
     changed = {file for file, _ in blocks("diff", "model")}
     succeeds(copy, "-m", "ruff", "format", "--check", *changed)
@@ -132,7 +132,7 @@ evaluate.main(["run", "--tokens", "500"])
 
 @pytest.mark.structure
 def test_make_checks_tests_pass_with_the_example(tmp_path):
-    copy = copied(tmp_path / "copy")
+    copy = copy_project(tmp_path / "copy")
     add_example(copy)
     pytest_passes(copy, "tests/test_budget.py", "tests/test_architecture.py")
     files = {file for file, _ in [*blocks("python"), *blocks("diff")]}

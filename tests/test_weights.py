@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import FEW, TINY, metrics, names, read_log, refusal, widened
+from conftest import FEW, TINY, metrics, names, read_log, refusal, widen
 
 import config
 import prepare
@@ -37,13 +37,13 @@ BYTES = get_encoding("bytes")
 pytestmark = pytest.mark.usefixtures("no_sample_or_report")
 
 
-def built(kind: str, **changes) -> Transformer:
+def build(kind: str, **changes) -> Transformer:
     shape = dict(layers=LAYERS, heads=HEADS, width=C, mlp_width=4 * C)
     shape |= dict(seq_len=SEQ_LEN, vocab_size=VOCAB) | changes
     return Transformer(TransformerConfig(kind, **shape))
 
 
-def drawn(modules: dict[str, tuple], out: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def draw(modules: dict[str, tuple], out: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Draw weights of these shapes, and biases as long as dimension `out`; not for embeddings."""
     generator, entries = torch.Generator().manual_seed(0), {}
     for name, shape in modules.items():
@@ -62,7 +62,7 @@ def gpt_file(dtype=torch.float32, prefix: str = "transformer.") -> dict[str, tor
         modules |= {f"{at}.attn.c_attn": (C, 3 * C), f"{at}.attn.c_proj": (C, C)}
         modules |= {f"{at}.mlp.c_fc": (C, 4 * C), f"{at}.mlp.c_proj": (4 * C, C)}
         modules |= {f"{at}.ln_1": (C,), f"{at}.ln_2": (C,)}
-    entries = drawn({**modules, "ln_f": (C,)}, -1, dtype)
+    entries = draw({**modules, "ln_f": (C,)}, -1, dtype)
     for layer in range(LAYERS):  # buffers of older files
         mask = torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.uint8).tril()
         entries[f"h.{layer}.attn.bias"] = mask[None, None]
@@ -82,7 +82,7 @@ def bert_file(dtype=torch.float32, prefix: str = "bert.", old: bool = False) -> 
     modules |= {"embeddings.LayerNorm": (C,), "pooler.dense": (C, C)}
     transform = "cls.predictions.transform"
     modules |= {f"{transform}.dense": (C, C), f"{transform}.LayerNorm": (C,)}
-    entries = drawn({**modules, "cls.seq_relationship": (2, C)}, 0, dtype)
+    entries = draw({**modules, "cls.seq_relationship": (2, C)}, 0, dtype)
     entries["cls.predictions.bias"] = torch.linspace(-1, 1, VOCAB).to(dtype)
     entries["embeddings.position_ids"] = torch.arange(SEQ_LEN)[None]
     file = {}
@@ -93,7 +93,7 @@ def bert_file(dtype=torch.float32, prefix: str = "bert.", old: bool = False) -> 
     return file
 
 
-def written(file: object, tmp_path, **options):
+def save(file: object, tmp_path, **options):
     path = tmp_path / "weights.bin"
     torch.save(file, path, **options)
     return path
@@ -178,8 +178,8 @@ def plain_bert(w: dict, tokens: torch.Tensor, real: torch.Tensor) -> torch.Tenso
 def test_gpt_computes_the_published_function(tmp_path, dtype):
     # torch.compile and DDP add these prefixes; the file without is in the format of torch < 1.6
     prefix = "module._orig_mod.transformer." if dtype == torch.float32 else ""
-    path = written(gpt_file(dtype, prefix), tmp_path, _use_new_zipfile_serialization=bool(prefix))
-    model = built("gpt").to(dtype)
+    path = save(gpt_file(dtype, prefix), tmp_path, _use_new_zipfile_serialization=bool(prefix))
+    model = build("gpt").to(dtype)
     assert load_published(model, path) == []
     tokens = torch.randint(VOCAB, (2, SEQ_LEN))
     plain = gpt_file(dtype, prefix="")
@@ -199,8 +199,8 @@ def test_bert_computes_the_published_function(tmp_path, dtype, file_dtype, prefi
 
     With --nsp, also the scores of "it follows" and "it does not", from the [CLS] of one segment.
     """
-    model = built("bert", nsp=nsp).to(dtype)
-    left_out = load_published(model, written(bert_file(file_dtype, prefix, not nsp), tmp_path))
+    model = build("bert", nsp=nsp).to(dtype)
+    left_out = load_published(model, save(bert_file(file_dtype, prefix, not nsp), tmp_path))
     heads = ["cls.seq_relationship.bias", "cls.seq_relationship.weight"]
     heads += ["pooler.dense.bias", "pooler.dense.weight"]
     assert left_out == heads * (not nsp) + ["embeddings.token_type_embeddings.weight[1]"]
@@ -233,7 +233,7 @@ def own_checkpoint(folder, model: Transformer) -> None:
     checkpoint.save(folder / "step-00000003.pt", state)
 
 
-def exported(model: Transformer, tmp_path, capsys, name: str) -> tuple[Path, dict]:
+def export(model: Transformer, tmp_path, capsys, name: str) -> tuple[Path, dict]:
     """Export a run with this model; return the file, and the config.json that is printed."""
     own_checkpoint(tmp_path / "run", model)
     weights.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / name)])
@@ -251,16 +251,16 @@ EXPORTED = [
 @pytest.mark.parametrize("kind, changes, suffix", EXPORTED)
 def test_exported_weights_load_unchanged(tmp_path, capsys, kind, changes, suffix):
     """Bit for bit, under the published names."""
-    model, result = widened(built(kind, **changes)).eval(), built(kind, **changes)
-    path, config = exported(model, tmp_path, capsys, f"weights{suffix}")
+    model, result = widen(build(kind, **changes)).eval(), build(kind, **changes)
+    path, config = export(model, tmp_path, capsys, f"weights{suffix}")
     load_published(result, path)
     assert_same(result.state_dict(), model.state_dict())
     assert config["vocab_size"] == VOCAB and SEQ_LEN in config.values()
 
 
 def test_an_impossible_export_is_one_line_and_writes_no_file(tmp_path):
-    own_checkpoint(tmp_path / "run", built("gpt"))
-    own_checkpoint(tmp_path / "normed", built("gpt", qk_norm=True))
+    own_checkpoint(tmp_path / "run", build("gpt"))
+    own_checkpoint(tmp_path / "normed", build("gpt", qk_norm=True))
     before = names(tmp_path)
     for source, to, problem in (
         ("run", "out.bin", "out.bin: end its name in .pt"),
@@ -279,13 +279,13 @@ def test_an_impossible_export_is_one_line_and_writes_no_file(tmp_path):
 def test_transformers_computes_the_same_and_its_weights_load(tmp_path, capsys, kind, nsp):
     """It loads both kinds of exported files, and we load the state dict of its model."""
     transformers = pytest.importorskip("transformers")
-    model, again = widened(built(kind, nsp=nsp)), built(kind, nsp=nsp)
-    _, config = exported(model, tmp_path, capsys, "model.safetensors")
+    model, again = widen(build(kind, nsp=nsp)), build(kind, nsp=nsp)
+    _, config = export(model, tmp_path, capsys, "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))
     theirs = getattr(transformers, config["architectures"][0])
     read, notes = theirs.from_pretrained(tmp_path, output_loading_info=True)
     assert not notes["missing_keys"] and not notes["unexpected_keys"], notes
-    path, _ = exported(model, tmp_path, capsys, "weights.pt")
+    path, _ = export(model, tmp_path, capsys, "weights.pt")
     missing, strangers = read.load_state_dict(torch.load(path), strict=False)
     tied = ("pooler", "lm_head.weight", "cls.predictions.decoder")
     assert not strangers and all(name.removeprefix("bert.").startswith(tied) for name in missing)
@@ -299,7 +299,7 @@ def test_transformers_computes_the_same_and_its_weights_load(tmp_path, capsys, k
             follows = model.follows(x.flatten(0, 1), SEQ_LEN * torch.arange(3))
             assert_close(follows, output.seq_relationship_logits, torch.float32)
     assert_close(logits[real], (output.prediction_logits if nsp else output.logits)[real], x.dtype)
-    path = written(read.state_dict(), tmp_path)
+    path = save(read.state_dict(), tmp_path)
     assert torch.load(path).keys() & {"lm_head.weight", TWIN}, "has copies of tied weights"
     load_published(again, path)
     assert weights.published_settings(path)["model.mlp_width"] == 4 * C
@@ -386,12 +386,12 @@ def assert_refused(model: Transformer, path, problem: str) -> None:
 def test_a_file_that_does_not_fit_changes_nothing(tmp_path, kind, edits, changes, problem):
     file = (gpt_file() if kind == "gpt" else bert_file()) | edits
     file = {name: value for name, value in file.items() if value is not None}
-    assert_refused(built(kind, **changes), written(file, tmp_path), problem)
+    assert_refused(build(kind, **changes), save(file, tmp_path), problem)
 
 
 def test_a_vocabulary_has_a_row_for_each_id_and_at_most_the_usual_padding(tmp_path):
     def size(rows: int, seq_len: int = SEQ_LEN):
-        path = written(gpt_file() | {WTE: torch.zeros(rows, C)}, tmp_path)
+        path = save(gpt_file() | {WTE: torch.zeros(rows, C)}, tmp_path)
         flat = {"model.init": str(path), "data.seq_len": seq_len}
         return weights.model_size(config.build(flat, will_run=False), BYTES)  # which needs 257
 
@@ -402,13 +402,13 @@ def test_a_vocabulary_has_a_row_for_each_id_and_at_most_the_usual_padding(tmp_pa
 
 
 def test_a_broken_file_or_one_without_a_state_dict_changes_nothing(tmp_path):
-    model, path = built("gpt"), written(gpt_file(), tmp_path)
+    model, path = build("gpt"), save(gpt_file(), tmp_path)
     whole = path.read_bytes()
     torn = [EXAMPLE[:size] for size in range(0, len(EXAMPLE), 5)]
     for content in [*torn, EXAMPLE.replace(b'"U8"', b'"F8"'), whole[: len(whole) // 2]]:
         path.write_bytes(content)
         assert_refused(model, path, "cannot be loaded")
-    nested = written({"model": gpt_file()}, tmp_path)
+    nested = save({"model": gpt_file()}, tmp_path)
     assert_refused(model, nested, "model occurs twice or is not a")
 
 
@@ -483,24 +483,24 @@ def nanogpt_file(bias: bool = True) -> dict:
 
 
 def test_nanogpts_file_loads_with_its_exact_gelu(tmp_path):
-    path = written(nanogpt_file(), tmp_path)
+    path = save(nanogpt_file(), tmp_path)
     settings = config.parse_or_resume(["--init", str(path)])[0]
     shape = config.transformer_config(settings, VOCAB, SEQ_LEN)
     assert (shape.gelu, shape.layers, settings.data.seq_len) == ("none", LAYERS, SEQ_LEN)
-    model, like = Transformer(shape), built("gpt")
+    model, like = Transformer(shape), build("gpt")
     load_published(model, path)
-    load_published(like, written(gpt_file(), tmp_path))
+    load_published(like, save(gpt_file(), tmp_path))
     assert_same(model.state_dict(), like.state_dict())
-    path = written(nanogpt_file(bias=False), tmp_path)
+    path = save(nanogpt_file(bias=False), tmp_path)
     problem = "has bias False, but only True is supported"
     assert problem in refusal(config.parse_or_resume, ["--init", str(path)])
 
 
 def test_a_stored_head_may_be_the_embedding_or_a_separate_matrix(tmp_path):
     file, tokens = gpt_file(), torch.arange(SEQ_LEN)[None]
-    model, own = built("gpt"), built("gpt", tied=False)
-    load_published(model, written(file | {"lm_head.weight": file[WTE]}, tmp_path))
-    path = written(file | {"lm_head.weight": 2 * file[WTE]}, tmp_path)
+    model, own = build("gpt"), build("gpt", tied=False)
+    load_published(model, save(file | {"lm_head.weight": file[WTE]}, tmp_path))
+    path = save(file | {"lm_head.weight": 2 * file[WTE]}, tmp_path)
     load_published(own, path)
     assert torch.allclose(own.logits(tokens), 2 * model.logits(tokens))
 
@@ -625,7 +625,7 @@ def test_init_works_with_a_bert_with_pairs_and_with_learned_positions(begin, run
 def test_init_is_read_until_there_is_a_checkpoint(begin, store_dir, tmp_path, capsys):
     """The published weights have 48 positions, which no --size has."""
     model = Transformer(TransformerConfig("gpt", 4, 2, 32, 128, 48, vocab_size=257))
-    source = written(published_entries(model.state_dict(), GPT2_LAYOUT, (2, 2, 2), 16), tmp_path)
+    source = save(published_entries(model.state_dict(), GPT2_LAYOUT, (2, 2, 2), 16), tmp_path)
     flags = "--pos learned --tied --layers 4 --heads 2 --width 32 --seq-len 32 --ltd --ltd-start 8"
     assert_same(begin(source, flags, out="new"), model.state_dict())
     output = capsys.readouterr().out
