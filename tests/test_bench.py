@@ -124,6 +124,27 @@ def test_the_tables_in_the_documents_match_the_records():
         assert frontier.with_tables(page.read_text()) == page.read_text(), "bench/frontier.py docs"
 
 
+LEVELS = "--curriculum-pace discrete:128@0.5:512@0.85:2048"
+README_ROWS = [
+    ("nano", "--layers 3 --batch-tokens 4096 --tokens 2M --ltd --pack --curriculum seqlen"),
+    ("books", "--layers 1 --batch-tokens 4096 --tokens 4M --pack --curriculum seqlen"),
+    ("books", f"--layers 2 --batch-tokens 8192 --tokens 13.7M --pack --curriculum seqlen {LEVELS}"),
+    ("given", "--layers 8 --tokens 535K --ltd"),
+    ("gpt", "--layers 2 --batch-tokens 2048 --tokens 1M --pack"),
+    ("nano", "--layers 4 --batch-tokens 4096 --tokens 11.8M --pack --curriculum seqlen"),
+]
+
+
+@pytest.mark.parametrize("section, flags", README_ROWS)
+def test_the_readmes_table_follows_from_the_records(section, flags):
+    frontier = import_module("frontier")
+    points = frontier.points_in(section, "cpu")
+    (point,) = (p for p in points if p.flags == flags)
+    assert len(point.losses) >= 3
+    *_, same, best = frontier.runs_table([point], points).splitlines()[-1].strip(" |").split(" | ")
+    assert f"| {same} | {best} | {point.loss:.3f} |" in (ROOT / "README.md").read_text()
+
+
 # ---- steps
 
 

@@ -1,7 +1,7 @@
 """The documents are right: commands run, flags exist, links lead somewhere.
 
 In every document a block fenced as ```bash must parse and start known programs with known flags.
-In the README a block fenced as ```bash run is also executed, in a copy of the repository, so it
+In docs/usage.md a block fenced as ```bash run is also executed, in a copy of the repository, so it
 stands alone and takes seconds. What runs commands is marked `slow`.
 What reads documents without running them is marked `structure`.
 
@@ -154,8 +154,17 @@ def test_pictures_are_what_the_code_draws(monkeypatch):
 
 @pytest.mark.structure
 def test_the_first_screen_trains_and_tests():
-    commands = commands_of("\n".join(read("README.md").splitlines()[:FIRST_SCREEN]))
-    assert TRAIN_COMMAND in commands and TEST_COMMAND in commands
+    text = read("README.md")
+    assert TRAIN_COMMAND in commands_of("\n".join(text.splitlines()[:FIRST_SCREEN]))
+    assert TEST_COMMAND in commands_of(text)
+
+
+@pytest.mark.structure
+def test_pages_are_short():
+    """A page that nobody reads to its end helps nobody."""
+    sizes = {name: len(read(name).encode()) for name in [*documents(), "CHANGELOG.md"]}
+    assert sizes["README.md"] <= 9_000 and sizes["CHANGELOG.md"] <= 4_000
+    assert sum(size for name, size in sizes.items() if name.startswith("docs/")) <= 90_000
 
 
 @pytest.mark.structure
@@ -175,8 +184,8 @@ def test_the_flags_table_is_what_config_generates():
 
 @pytest.mark.slow
 def test_the_commands_run(checkout):
-    blocks = [lines for info, lines in blocks_of(read("README.md")) if info == "bash run"]
-    assert len(blocks) > 1
+    blocks = [lines for info, lines in blocks_of(read("docs/usage.md")) if info == "bash run"]
+    assert blocks
     for command in (line for lines in blocks for line in lines):
         run_line(command, checkout)
 

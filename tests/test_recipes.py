@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import write_lines
-from test_readme import commands_of, read
+from test_readme import commands_of, documents, read
 
 from kernels.rotary import Scaling
 from model import Transformer, TransformerConfig
@@ -35,7 +35,7 @@ def at_toy_size(module: str, arguments: list[str]) -> list[str]:
 
 def make_input_files() -> None:
     """Make the files and folders that the page's commands name."""
-    text = read("README.md") + read("CHANGELOG.md")
+    text = "".join(map(read, documents()))
     pages = [text[first : first + 2000] for first in range(0, 30_000, 2000)]
     for folder in ("my-text", "web"):
         (Path() / folder).mkdir()
