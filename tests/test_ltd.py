@@ -96,15 +96,6 @@ def test_draws_are_uniform_and_independent_between_layers_rows_and_steps():
     assert (bypass == first[0].bool()).all(), "one draw for all layers, that of the first"
 
 
-def test_the_picture_in_the_docs_is_a_real_draw():
-    """Of 24 tokens, middle layers keep 6: the first row of the first step with seed 1337."""
-    kept = [[True] * 24, *draw_kept(rows=1, seed=1337)[:, 0].tolist(), [True] * 24]
-    rows = (" ".join("█" if seen else "·" for seen in row) for row in kept)
-    lines = [f"layer {layer}  {row}" for layer, row in enumerate(rows)]
-    page = (Path(__file__).parents[1] / "docs/ltd.md").read_text(encoding="utf-8")
-    assert "\n".join(reversed(lines)) in page
-
-
 # Layers
 
 
