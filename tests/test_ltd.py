@@ -1,6 +1,5 @@
 """Token dropping: draws, blocks on kept tokens, causality, the schedule, the accounting."""
 
-from pathlib import Path
 
 import pytest
 import torch
