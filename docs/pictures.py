@@ -81,13 +81,13 @@ def legend(names: list[str], y: float) -> list[str]:
 def frontier() -> str:
     """Loss against seconds in rows of 2,048: the best plain models, and runs with techniques."""
     ticks = [(float(np.log10(s)), f"{s:,}") for s in (50, 100, 200, 400, 800)]
-    x_unit = "seconds of the run, on two CPU cores"
+    x_unit = "seconds of the run, on two CPU cores (log scale)"
     drawn = plot(curves_of("books", "cpu"), x_unit, x_ticks=ticks, size=(WIDTH, 300))
     head = text(12, 22, "Held-out bits per byte, rows of 2,048", "title")
     sides = ["plain models of any depth, width and batch", "with techniques"]
     notes = (
-        "A dot is a run, the mean of its seeds; its bar spans them.",
-        "A line joins the best runs.",
+        "Each dot is the mean over a run's seeds; bars show the range.",
+        "Lines join the best runs.",
     )
     words = [text(12, 82 + 17 * n, note) for n, note in enumerate(notes)]
     return svg([head, *legend(sides, 44), *words, *group([drawn], 0, 106)], 412)
@@ -349,11 +349,11 @@ def flow() -> str:
     for y, words in (
         (22, "1  A store: documents, one after the other (prepare.py)"),
         (76, "2  Samples that fit a row of 8, shuffled (plan.py)"),
-        (130, "3  Curriculum: pieces of at most 4 for now (curriculum.py)"),
+        (130, "3  Curriculum: pieces of at most 4 at this stage (curriculum.py)"),
         (184, "4  Packing: rows of 8, filled (packing.py)"),
-        (238, "5  Dropping: the middle layers see 3 tokens a row (ltd.py)"),
-        (352, "6  The loss of every token moves the weights, and the clock"),
-        (369, "    decides what the next step may read (train.py)"),
+        (238, "5  Dropping: middle layers see 3 random tokens a row (ltd.py)"),
+        (352, "6  The loss on every token moves the weights; the tokens"),
+        (369, "    read so far set what the next step may read (train.py)"),
     ):
         parts.append(text(12, y, words))
     strips = ((np.stack((ends[:-1], ends[1:]), axis=1), 30), (drawn, 84), (pieces, 138))

@@ -1,6 +1,5 @@
 """Token dropping: draws, blocks on kept tokens, causality, the schedule, the accounting."""
 
-
 import pytest
 import torch
 from hypothesis import given
