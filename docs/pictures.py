@@ -349,9 +349,9 @@ def flow() -> str:
     for y, words in (
         (22, "1  A store: documents, one after the other (prepare.py)"),
         (76, "2  Samples that fit a row of 8, shuffled (plan.py)"),
-        (130, "3  Curriculum: pieces of at most 4 at this stage (curriculum.py)"),
+        (130, "3  Curriculum: at most 4 at this stage (curriculum.py)"),
         (184, "4  Packing: rows of 8, filled (packing.py)"),
-        (238, "5  Dropping: middle layers see 3 random tokens a row (ltd.py)"),
+        (238, "5  Dropping: 3 random tokens in middle layers (ltd.py)"),
         (352, "6  The loss on every token moves the weights; the tokens"),
         (369, "    read so far set what the next step may read (train.py)"),
     ):
