@@ -86,7 +86,7 @@ def frontier() -> str:
     head = text(12, 22, "Held-out bits per byte, rows of 2,048", "title")
     sides = ["plain models of any depth, width and batch", "with techniques"]
     notes = (
-        "Each dot is the mean over a run's seeds; bars show the range.",
+        "Dots: the mean over seeds; bars: their range.",
         "Lines join the best runs.",
     )
     words = [text(12, 82 + 17 * n, note) for n, note in enumerate(notes)]
@@ -351,7 +351,7 @@ def flow() -> str:
         (76, "2  Samples that fit a row of 8, shuffled (plan.py)"),
         (130, "3  Curriculum: at most 4 at this stage (curriculum.py)"),
         (184, "4  Packing: rows of 8, filled (packing.py)"),
-        (238, "5  Dropping: 3 random tokens in middle layers (ltd.py)"),
+        (238, "5  Dropping: middle layers keep a random 3 (ltd.py)"),
         (352, "6  The loss on every token moves the weights; the tokens"),
         (369, "    read so far set what the next step may read (train.py)"),
     ):
