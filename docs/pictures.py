@@ -13,25 +13,26 @@ from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "bench"))
+
+import numpy as np
+import torch
+from frontier import SIDES, cost_of, curves_of, envelope, points_in
+from measure import records
+
+import ltd
+import offload
+import pseudo
+from curriculum import CurriculumConfig, parse_metrics
+from data import cut
+from kernels.packed_attention import attention_mask
+from model import Batch, Transformer, TransformerConfig
+from packing import pack_lengths
+from report import FRAME, Curve, plot
+from support.clock import StepContext, shuffled
+
 DOCS = Path(__file__).resolve().parent
-sys.path[:0] = [str(DOCS.parent), str(DOCS.parent / "bench")]
-
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from frontier import SIDES, cost_of, curves_of, envelope, points_in  # noqa: E402
-from measure import records  # noqa: E402
-
-import ltd  # noqa: E402
-import offload  # noqa: E402
-import pseudo  # noqa: E402
-from curriculum import CurriculumConfig, parse_metrics  # noqa: E402
-from data import cut  # noqa: E402
-from kernels.packed_attention import attention_mask  # noqa: E402
-from model import Batch, Transformer, TransformerConfig  # noqa: E402
-from packing import pack_lengths  # noqa: E402
-from report import FRAME, Curve, plot  # noqa: E402
-from support.clock import StepContext, shuffled  # noqa: E402
-
 WIDTH = 380  # pixels
 STYLE = re.search(r"<style>.*?</style>", FRAME, re.DOTALL)[0]  # the first of a report
 
