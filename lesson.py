@@ -6,7 +6,8 @@
 Its losses are, step by step, those of this command. The rest of the repository makes it faster,
 distributed, resumable and configurable:
 
-    python train.py --curriculum seqlen --pack --ltd --optimizer adamw --lr 0.004
+    FLAGS="--curriculum seqlen --pack --ltd --optimizer adamw"
+    python train.py --layers 4 --seq-len 1024 --lr 0.004 $FLAGS
 
 A document is cut into samples of at most T tokens, a sample into pieces of at most l(p), and pieces
 fill rows. A run has a clock, which measures work, not text: each step adds its tokens times the

@@ -52,6 +52,16 @@ def trained(tokens: int, steps: int) -> tuple[list[float], float]:
     return losses, Evaluation(data, lesson.T).run(model, here, lesson.ROWS).val_bpb
 
 
+def test_the_command_in_its_head_has_its_settings():
+    common, own = re.search(
+        r'FLAGS="(.*)"\n    python train.py (.*) \$FLAGS', lesson.__doc__
+    ).groups()
+    s = config.build(config.parse([*common.split(), *own.split()]))
+    assert s.optim.batch_tokens == lesson.ROWS * lesson.T and s.optim.lr == lesson.LR
+    assert (s.model.layers, s.data.seq_len, s.optim.tokens) == (lesson.L, lesson.T, lesson.BUDGET)
+    assert (s.ltd.start, s.ltd.share, s.optim.optimizer) == (lesson.K, lesson.WHOLE_AT, "adamw")
+
+
 def test_its_losses_are_those_of_train_py():
     _, _, losses = lesson.train(most_steps=30)
     assert losses == pytest.approx(trained(lesson.BUDGET, 30)[0], abs=1e-5)
