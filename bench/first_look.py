@@ -110,7 +110,8 @@ def look_at_machine(args: argparse.Namespace) -> None:
 # ---- losses
 
 COMMON = "--layers 6 --tied --batch-tokens 2048 --tokens 61440 --final-eval-tokens 2048"
-COMMON += " --eval-every 0 --checkpoint-every 0 --beta2 0.95"  # explicit, because defaults change
+# explicit, because defaults change
+COMMON += " --seq-len 256 --eval-every 0 --checkpoint-every 0 --beta2 0.95"
 TOY = "--layers 2 --heads 2 --width 16 --seq-len 32 --batch-tokens 2048"
 CURVES = {  # runs whose losses on a CPU are recorded
     "plain": "",

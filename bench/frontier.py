@@ -232,7 +232,7 @@ def measure_costs(args: argparse.Namespace) -> None:
 
 def costs_of(made: list[dict], done: set[str], args: argparse.Namespace) -> Iterator[dict]:
     """Time each shape of these runs' steps that is not done, in turns with the reference step."""
-    reference = Arm("", EMBEDDED, "", "--layers 6 --tied --batch-tokens 2048", 1)
+    reference = Arm("", EMBEDDED, "", "--layers 6 --seq-len 256 --tied --batch-tokens 2048", 1)
     ((_, plain_step),) = timed_steps(reference, None, args.stores)
     for record in made:
         new = {*record["shapes"]} - done

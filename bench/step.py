@@ -78,7 +78,7 @@ class Case(NamedTuple):
 
 
 CASES = {  # by --size
-    "6x128": Case("--layers 6", 2048, 4160, turns=15),
+    "6x128": Case("--layers 6 --seq-len 256", 2048, 4160, turns=15),
     "6x128-512": Case("--layers 6 --seq-len 512", 4096, 4160, turns=15),
     "12x256": Case("--layers 12 --heads 8 --width 256 --seq-len 512", 2048, 4160, turns=9),
     "124M": Case("--size 124M", 1024, 50304, turns=5),
