@@ -529,7 +529,7 @@ def main(argv: list[str] | None = None) -> None:
     known = ", ".join(METRICS)
     parser.add_argument("--metric", required=True, help=known)
     parser.add_argument("--samples", default="pieces", choices=KINDS, help=KINDS_HELP)
-    parser.add_argument("--seq-len", type=int, default=256, help="tokens in a row")
+    parser.add_argument("--seq-len", type=int, default=2048, help="tokens in a row")
     parser.add_argument("--workers", type=count, default=os.cpu_count(), help="processes")
     parser.add_argument("--out", help="folder for the indexes (default: inside the store)")
     parser.add_argument("--examples", action="store_true", help="print an easy and a hard sample")

@@ -8,8 +8,8 @@ by step:
 
     parse      {"model.layers": 4, "ltd.on": True}        the flags that were given, flat
     build      with_defaults: heads 4, width 128, ...     depend on --size
-               ltd.resolved: start 16, share 0.9          depend on --seq-len
-    Config     settings.ltd.start == 16                   complete and frozen, for all other code
+               ltd.resolved: start 128, share 0.9         depend on --seq-len
+    Config     settings.ltd.start == 128                  complete and frozen, for all other code
 
 A technique's settings are completed in `build` and checked there or in `check`, in the lines with
 its `.on`; --offload is checked in train.py, because only train.py knows the device's memory. The

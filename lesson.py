@@ -6,8 +6,7 @@
 Its losses are, step by step, those of this command. The rest of the repository makes it faster,
 distributed, resumable and configurable:
 
-    FLAGS="--curriculum seqlen --pack --ltd --optimizer adamw"
-    python train.py --layers 4 --seq-len 1024 --lr 0.004 $FLAGS
+    python train.py --curriculum seqlen --pack --ltd --optimizer adamw --lr 0.004
 
 A document is cut into samples of at most T tokens, a sample into pieces of at most l(p), and pieces
 fill rows. A run has a clock, which measures work, not text: each step adds its tokens times the
@@ -40,8 +39,8 @@ from support.clock import bits, seed_of, shuffled
 from support.store import Store, byte_lengths, get_encoding
 
 SEED = 1337
-L, H, C, T = 4, 4, 128, 1024
-BUDGET = 2_000_000  # where the clock ends
+L, H, C, T = 4, 4, 128, 2048
+BUDGET = 2_500_000  # where the clock ends
 ROWS = 4  # rows in a step
 SHORTEST, GROWN_AT = 64, 0.9  # tokens in the longest piece at first; progress at which it is T
 K, WHOLE_AT = T // 16, 0.9  # tokens that a middle layer sees; progress at which it sees all T
@@ -265,7 +264,7 @@ def consumed_by(piece_ids: Tensor, k: int) -> int:
 
     Rounded down for each row, as in the paper, which counts neither the head nor attention.
 
-    Example: a row of 1,024 tokens, through layers that see 1024, 64, 64 and 1024, consumes 544
+    Example: a row of 2,048 tokens, through layers that see 2048, 128, 128 and 2048, consumes 1088
     """
     seen = torch.tensor([T, *[k] * (L - 2), T])
     real = (piece_ids != PADDING).sum(1, keepdim=True)  # (B, 1)

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 # Must be set before torch loads OpenMP. By default idle threads spin for milliseconds: next to
-# another torch program on two cores, the slowest of 20 nano steps took 10.6 s, with this 2.2 s.
+# another torch program on two cores, the slowest of 20 small steps took 10.6 s, with this 2.2 s.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import torch

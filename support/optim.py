@@ -9,14 +9,14 @@ muon:  Jordan et al. 2024 (kellerjordan.github.io/posts/muon), for the matrices 
        the size of AdamW's (arXiv 2502.16982, eq. 4), so that both share one learning rate. Update
        and state are the same as torch.optim.Muon's.
 
-One Muon step of the nano GPT, which has three blocks of width 128. Matrices of the same shape are
+One Muon step of the nano GPT, which has four blocks of width 128. Matrices of the same shape are
 orthogonalised as one batch; queries, keys and values count as separate matrices (CHANGELOG has the
 gain):
 
-    c_attn        3 of 384 x 128    9 matrices of 128 x 128
-    attn.c_proj   3 of 128 x 128    3 matrices
-    mlp.c_fc      3 of 512 x 128    3 matrices: one side is 4 times the other, so in fp32 the
-    mlp.c_proj    3 of 128 x 512    3 matrices  iteration runs on X X^T, 128 x 128
+    c_attn        4 of 384 x 128   12 matrices of 128 x 128
+    attn.c_proj   4 of 128 x 128    4 matrices
+    mlp.c_fc      4 of 512 x 128    4 matrices: one side is 4 times the other, so in fp32 the
+    mlp.c_proj    4 of 128 x 512    4 matrices  iteration runs on X X^T, 128 x 128
     the rest      embedding, head, biases, norms: AdamW
 
 With several ranks, each orthogonalises a share of every batch, and they exchange the results. With

@@ -1,17 +1,17 @@
 """Named model sizes: the settings they imply, and what a model costs in bytes and FLOPs.
 
-    python train.py --size nano --layers 2        the embedded corpus, a vocabulary of 4,160
+    python train.py --size nano                   the embedded corpus, a vocabulary of 4,160
 
-    with_defaults     heads 4, width 128, rows of 256, steps of 4,096 tokens, 2,000,000 tokens
-    parameter_count   1,461,760: embedding and head 532,480 each, the blocks' matrices 393,216,
-                      biases and norms 3,584
-    state_bytes       (support/optim.py) weights 5.8 MB, gradients 5.8 MB, optimizer state 10.1 MB
-    micro_batch_rows  16 rows on a CPU, where a micro-batch has at most 4,096 tokens
+    with_defaults     4 layers and heads, width 128, rows of 2,048, steps of 8,192 tokens
+    parameter_count   1,858,304: embedding and head 532,480 each, the blocks' matrices 786,432,
+                      biases and norms 6,912
+    state_bytes       (support/optim.py) weights 7.4 MB, gradients 7.4 MB, optimizer state 11.7 MB
+    micro_batch_rows  2 rows on a CPU, where a micro-batch has at most 4,096 tokens
     flops_of_step     6 FLOPs per matrix weight and token, and 12 C per pair of tokens in a
                       document and per layer, half of that if attention is causal:
-                        blocks     6 x 393,216 x 4,096              9.66 GFLOP
-                        attention  6 x 128 x 16 x 256^2 x 2 layers  1.61 GFLOP
-                        head       6 x 532,480 x 4,096             13.09 GFLOP
+                        blocks     6 x 786,432 x 8,192              38.65 GFLOP
+                        attention  6 x 128 x 4 x 2,048^2 x 4 layers 51.54 GFLOP
+                        head       6 x 532,480 x 8,192              26.17 GFLOP
 
 These are the FLOPs that the model needs, forward and backward (arXiv 2204.02311, appendix B).
 Anything computed a second time, as with --checkpoint-activations, does not count, nor do Muon's
@@ -54,7 +54,7 @@ class Size(NamedTuple):
 # learning rate (arXiv 2005.14165, table 2.1), and 20 tokens per parameter (arXiv 2203.15556). BERT:
 # arXiv 1810.04805.
 SIZES = {  # layers, heads, width, seq_len; tokens, batch_tokens, lr
-    "nano": Size(3, 4, 128, 256, 2_000_000, 4_096, 2e-2),
+    "nano": Size(4, 4, 128, 2048, 2_500_000, 8_192, 2e-2),
     "124M": Size(12, 12, 768, 1024, 2_500_000_000, 524_288, 6e-4),
     "350M": Size(24, 16, 1024, 1024, 7_000_000_000, 524_288, 3e-4),
     "774M": Size(36, 20, 1280, 1024, 15_500_000_000, 524_288, 2.5e-4),
@@ -117,7 +117,8 @@ def with_defaults(settings: Flat) -> Flat:
     s.setdefault("model.pos", "rope" if is_llama or new_nano else "learned")
     is_bert = s.get("model.model") == "bert"
     s.setdefault("model.tied", not new_nano or is_bert)
-    T = s.setdefault("data.seq_len", size.seq_len)
+    # A BERT's documents are padded unless packed: its rows are as long as the published ones.
+    T = s.setdefault("data.seq_len", min(size.seq_len, 512) if is_bert else size.seq_len)
     s.setdefault("optim.tokens", size.tokens)
     s.setdefault("optim.schedule_tokens", s["optim.tokens"])
     s.setdefault("optim.batch_tokens", max(size.batch_tokens // T, 1) * T)

@@ -19,7 +19,8 @@ def build(line: str) -> config.Config:
 
 def test_defaults_follow_the_size():
     small, big = build(""), build("--size 1.3B")
-    assert (small.model.layers, small.model.width, small.data.seq_len) == (3, 128, 256)
+    assert (small.model.layers, small.model.width, small.data.seq_len) == (4, 128, 2048)
+    assert build("--model bert").data.seq_len == 512
     assert (big.model.layers, big.model.heads, big.model.width) == (24, 16, 2048)
     assert big.data.seq_len == 2048 and big.model.mlp_width == 8192
     assert small.model.pos == "rope" and big.model.pos == "learned"
@@ -30,7 +31,7 @@ def test_defaults_follow_the_size():
 def test_counts_accept_suffixes_and_zero_where_it_means_never():
     numbers = {"4096": 4096, "2e6": 2e6, "8k": 8000, "1.5B": 1.5e9, "2.05M": 2.05e6}
     for text, number in numbers.items():
-        assert build(f"--tokens {text} --batch-tokens 256").optim.tokens == number
+        assert build(f"--tokens {text} --batch-tokens 2048").optim.tokens == number
     never = build("--eval-every 0 --checkpoint-every 0 --warmup-tokens 0 --grad-clip 0 --seed 0")
     assert (never.run.eval_every, never.run.checkpoint_every, never.run.seed) == (0, 0, 0)
     assert (never.optim.warmup_tokens, never.optim.grad_clip) == (0, 0)
@@ -43,7 +44,7 @@ REFUSED = {
     "--tokens": "1.5 -5 0",
     "--lr": "0 -inf",
     "--batch-tokens 9e18 --seq-len": "9e18",
-    "--nsp --model bert --batch-tokens": "256",
+    "--nsp --model bert --batch-tokens": "512",
     "--min-lr": "2",
     "--beta2": "1",
     "--dropout": "1",
@@ -53,7 +54,7 @@ REFUSED = {
     "--pack --curriculum": "seqlen-reshape",
     "--model bert --curriculum": "seqlen-reshape",
     "--pack-batch": "rows",
-    "--ltd --ltd-start": "0 257",
+    "--ltd --ltd-start": "0 2049",
     "--ltd --ltd-share": "1.5",
     "--ltd --layers": "2",
     "--ltd --ltd-layers 1 --layers": "2",

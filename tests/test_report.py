@@ -23,7 +23,7 @@ OUTSIDE = re.compile(
 
 def lines_of_a_run(flags="", losses=(3.0, 2.0), steps=4, ms=100.0, **start) -> list[dict]:
     """Return a log with 100 consumed tokens a step, and the evaluations evenly spread."""
-    settings = flattened(config.build(config.parse(shlex.split(flags))))
+    settings = flattened(config.build(config.parse(shlex.split(f"--layers 3 {flags}"))))
     about = {"config": settings, "argv": f"train.py {flags}".strip(), "resumed_at": 0}
     lines = [{"event": "run", **about, "commit": "abc", "torch": "2", **start}]
     for step in range(1, steps + 1):
@@ -132,7 +132,7 @@ def test_runs_that_differ_only_in_seed_or_files_are_one_recipe(make):
     settings = {name: logs[0].settings for name, logs in [*recipes.items()][:3]}
     plain, dropping, later = report.differing(settings).values()
     assert (plain["--ltd"], dropping["--ltd"]) == ("False", "True")
-    assert (dropping["--ltd-start"], later["--ltd-start"]) == ("16", "32")
+    assert (dropping["--ltd-start"], later["--ltd-start"]) == ("128", "32")
 
 
 def test_a_comparison_shows_the_spread_of_seeds_and_all_four_costs(make):

@@ -82,7 +82,7 @@ MAPPING = {  # what torch's counter lacks, and causal attention counted as half 
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: backward_flops,
     torch.ops.aten.addmm_: addmm_flops,
 }
-FEW = "--layers 3 --batch-tokens 1024 --tokens 100000 --optimizer adamw"
+FEW = "--layers 3 --seq-len 256 --batch-tokens 1024 --tokens 100000 --optimizer adamw"
 
 
 def plan_of(line: str) -> Plan:

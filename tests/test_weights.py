@@ -457,7 +457,7 @@ def test_missing_keys_have_published_defaults_and_unknown_ones_can_be_ignored(tm
     assert settings({"model_type": "gpt2"}).model.layers == 12
     odd = GPT2 | {"alibi": None, "use_moe": 1, "n_positions": 48}
     gpt2 = settings(odd, "--init-ignore use_moe")
-    assert (gpt2.data.seq_len, gpt2.optim.batch_tokens, gpt2.model.tied) == (48, 4080, True)
+    assert (gpt2.data.seq_len, gpt2.optim.batch_tokens, gpt2.model.tied) == (48, 8160, True)
     problem = "has scale_attn_weights False"  # known keys cannot be ignored
     flags = "--init-ignore use_moe,scale_attn_weights"
     assert problem in refusal(settings, odd | {"scale_attn_weights": False}, flags)
@@ -617,9 +617,9 @@ def test_init_works_with_a_bert_with_pairs_and_with_learned_positions(begin, run
     assert_same(begin(source), saved)
     kept = {n: v for n, v in saved.items() if not n.startswith(("pooler", "nsp"))}
     assert_same(begin(source, "--no-nsp", out="alone"), kept)
-    assert made_of(tmp_path / "alone")[1] == {"vocab_size": 320, "positions": 256}
-    message = refusal(begin, source, "--seq-len 512 --batch-tokens 1024", out="long")
-    assert re.search(r"--seq-len 512: --init .* has only 256 positions", message)
+    assert made_of(tmp_path / "alone")[1] == {"vocab_size": 320, "positions": 2048}
+    message = refusal(begin, source, "--seq-len 4096 --batch-tokens 8192", out="long")
+    assert re.search(r"--seq-len 4096: --init .* has only 2048 positions", message)
 
 
 def test_init_is_read_until_there_is_a_checkpoint(begin, store_dir, tmp_path, capsys):
