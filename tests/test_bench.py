@@ -126,12 +126,12 @@ def test_the_tables_in_the_documents_match_the_records():
 
 LEVELS = "--curriculum-pace discrete:128@0.5:512@0.85:2048"
 README_ROWS = [
-    ("nano", "--layers 3 --batch-tokens 4096 --tokens 2M --ltd --pack --curriculum seqlen"),
-    ("books", "--layers 1 --batch-tokens 4096 --tokens 4M --pack --curriculum seqlen"),
+    ("books", "--layers 4 --batch-tokens 8192 --tokens 2.5M --ltd --pack --curriculum seqlen"),
+    ("books", "--layers 2 --batch-tokens 8192 --tokens 4.6M --pack --curriculum seqlen"),
     ("books", f"--layers 2 --batch-tokens 8192 --tokens 13.7M --pack --curriculum seqlen {LEVELS}"),
-    ("given", "--layers 8 --tokens 535K --ltd"),
+    ("given", "--layers 8 --tokens 1.07M --ltd"),
     ("gpt", "--layers 2 --batch-tokens 2048 --tokens 1M --pack"),
-    ("nano", "--layers 4 --batch-tokens 4096 --tokens 11.8M --pack --curriculum seqlen"),
+    ("nano", "--layers 3 --batch-tokens 4096 --tokens 2M --ltd --pack --curriculum seqlen"),
 ]
 
 
