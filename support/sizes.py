@@ -54,7 +54,7 @@ class Size(NamedTuple):
 # learning rate (arXiv 2005.14165, table 2.1), and 20 tokens per parameter (arXiv 2203.15556). BERT:
 # arXiv 1810.04805.
 SIZES = {  # layers, heads, width, seq_len; tokens, batch_tokens, lr
-    "nano": Size(4, 4, 128, 2048, 2_500_000, 8_192, 2e-2),
+    "nano": Size(4, 4, 128, 2048, 2_200_000, 8_192, 2e-2),
     "124M": Size(12, 12, 768, 1024, 2_500_000_000, 524_288, 6e-4),
     "350M": Size(24, 16, 1024, 1024, 7_000_000_000, 524_288, 3e-4),
     "774M": Size(36, 20, 1280, 1024, 15_500_000_000, 524_288, 2.5e-4),
