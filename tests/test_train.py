@@ -51,7 +51,7 @@ def test_a_run_leaves_its_log_config_and_checkpoints(run, tmp_path, capsys):
     assert (
         f"\nread {steps[-1]['real_tokens']:,} tokens in {short(steps[-1]['flops'], 'FLOP')}" in out
     )
-    assert "; without techniques the same --tokens read 4,096 in " in out
+    assert "; a plain run of the same --tokens reads 4,096 in " in out
     assert (tmp_path / "run/config.json").exists()
     assert len(list((tmp_path / "run").glob("step-*.pt"))) == 2  # --keep 2
     best = checkpoint.load(checkpoint.find(tmp_path / "run", "best"))
