@@ -114,7 +114,7 @@ def test_a_positional_scheme_can_be_added(tmp_path):
     add_example(copy, "model")
     changed = {file for file, _ in blocks("diff", "model")}
     succeeds(copy, "-m", "ruff", "format", "--check", *changed)
-    flags = "--pos none --layers 3 --width 16 --heads 2 --tokens 4096 --ltd --pack --out run"
+    flags = "--pos none --width 16 --heads 2 --seq-len 256 --tokens 4096 --ltd --pack --out run"
     succeeds(copy, "train.py", *flags.split(), "--curriculum", "seqlen", "--batch-tokens", "1024")
     check = """
 import evaluate, torch
