@@ -60,12 +60,15 @@ def attention_mask(doc_ids: Tensor, causal: bool) -> Tensor:
              [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
     """
     T = doc_ids.shape[1]
-    same = doc_ids[:, :, None] == doc_ids[:, None, :]  # (B, T, T)
-    if causal:
-        same = same.tril()
-    padding = doc_ids < 0
     itself = torch.eye(T, dtype=torch.bool, device=doc_ids.device)
-    return torch.where(padding[:, :, None], itself, same)[:, None]  # (B, 1, T, T)
+    padding = doc_ids < 0
+    return torch.where(padding[:, :, None], itself, same_document(doc_ids, causal))[:, None]
+
+
+def same_document(doc_ids: Tensor, causal: bool) -> Tensor:
+    """`attention_mask` if padding attends to nothing at all: (B, T, T) bool"""
+    same = (doc_ids[:, :, None] == doc_ids[:, None, :]) & (doc_ids >= 0)[:, None]
+    return same.tril() if causal else same
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, causal: bool) -> Tensor:
@@ -103,14 +106,12 @@ def index_of(doc_ids: Tensor, causal: bool, impl: str) -> Documents:
         slots, calls = attention_groups.layout(doc_ids)
         if impl == "groups" or attention_groups.is_faster(doc_ids, calls):
             return Documents("groups", causal, (slots, calls))
-    mask = attention_mask(doc_ids, causal)  # (B, 1, T, T)
-    padding = doc_ids < 0  # (B, T)
     if doc_ids.device.type == "cpu":
         # CPU attention adds the mask to the scores, and would convert a bool mask in every layer.
         # It allows a row of -inf, so padding attends to nothing: output and gradients are zero.
-        seen = mask & ~padding[:, None, None]
+        seen = same_document(doc_ids, causal)[:, None]  # (B, 1, T, T)
         return Documents("dense", causal, (torch.where(seen, 0.0, -torch.inf),))
-    return Documents("dense", causal, (mask, padding))
+    return Documents("dense", causal, (attention_mask(doc_ids, causal), doc_ids < 0))
 
 
 def bounds(doc_ids: Tensor) -> tuple[Tensor, Tensor]:
