@@ -68,7 +68,7 @@ from support.store import Store, atomic_write, get_encoding
 # ---- text in rows, and the one loop over them
 
 
-class Laid(NamedTuple):
+class PackedText(NamedTuple):
     """Pieces of text packed into rows; each piece belongs to an item, such as a document."""
 
     rows: Rows
@@ -77,18 +77,18 @@ class Laid(NamedTuple):
     batch: Callable[[Rows], Batch]  # reads the text of some rows
 
 
-def lay(
+def pack_text(
     rows: Rows,
     offsets: np.ndarray,
     seq_len: int,
     batch: Callable[[Rows], Batch],
     special_tokens: int = 0,
-) -> Laid:
+) -> PackedText:
     """Pack rows of one piece each; the items are the documents at these offsets of a store."""
     packs = pack_lengths(rows.stop - rows.start + special_tokens, seq_len)
     rows = rows.packed(packs.items, packs.offsets)
     document = np.searchsorted(offsets, rows.start, side="right") - 1
-    return Laid(rows, document, len(offsets) - 1, batch)
+    return PackedText(rows, document, len(offsets) - 1, batch)
 
 
 # Runs the model once, on a batch that is on the CPU. Returns which of its B T tokens were asked
@@ -99,7 +99,7 @@ Measure = Callable[[nn.Module, Runtime, Batch], tuple[Tensor, ...]]
 @torch.no_grad()
 def sums_by_item(
     measure: Measure,
-    laid: Laid,
+    packed: PackedText,
     model: nn.Module,
     runtime: Runtime,
     *,
@@ -114,23 +114,23 @@ def sums_by_item(
     Args: micro_batch rows that each rank runs at a time
           show        show a progress bar on rank 0
     """
-    of_piece = np.zeros((len(laid.item), columns))
-    turns = -(-len(laid.rows) // (micro_batch * runtime.world_size))
+    of_piece = np.zeros((len(packed.item), columns))
+    turns = -(-len(packed.rows) // (micro_batch * runtime.world_size))
     hidden = None if show and runtime.is_rank0 else True  # None: show it on a terminal
-    own = own_rows(model, len(laid.rows), micro_batch, runtime)
+    own = own_rows(model, len(packed.rows), micro_batch, runtime)
     with evaluating(model):
         for numbers in tqdm(own, total=turns, unit="batch", disable=hidden, leave=False):
-            rows = laid.rows.take(numbers)
-            batch = laid.batch(rows)
+            rows = packed.rows.take(numbers)
+            batch = packed.batch(rows)
             with runtime.autocast():
                 asked, *values = measure(model, runtime, batch)
             doc_ids = batch.with_documents().doc_ids  # (B, T)
             piece = (torch.from_numpy(rows.offsets[:-1, None]) + doc_ids).flatten()[asked]
-            first, n = laid.rows.offsets[numbers[0]], len(rows.start)
+            first, n = packed.rows.offsets[numbers[0]], len(rows.start)
             of_piece[first : first + n] = sum_by_key(piece, n, values)
     # Sum by piece first: so any number of ranks adds the same numbers in the same order.
     of_piece = runtime.reduce(torch.from_numpy(of_piece)).numpy()
-    return sum_by_key(laid.item, laid.items, of_piece.T)
+    return sum_by_key(packed.item, packed.items, of_piece.T)
 
 
 def sum_by_key(key: np.ndarray | Tensor, keys: int, columns: Sequence) -> np.ndarray:
@@ -248,8 +248,8 @@ class HeldOutText(NamedTuple):
 
     store: Store
     documents: range  # held-out ones
-    pieces: Laid
-    pairs: Laid | None  # the same text as pairs
+    pieces: PackedText
+    pairs: PackedText | None  # the same text as pairs
     is_whole: bool  # False for a random part of the text
     text: str  # describes how much of it is used
 
@@ -280,18 +280,20 @@ class Evaluation:
         kind = "bert" if self.data.special_ids else "pieces"
         samples = Samples(store, kind, self.seq_len, "val")
         offsets = store.offsets[samples.documents.start : samples.documents.stop + 1]
-        laid = partial(lay, offsets=offsets, seq_len=self.seq_len, batch=partial(self.batch, store))
+        packed = partial(
+            pack_text, offsets=offsets, seq_len=self.seq_len, batch=partial(self.batch, store)
+        )
         spans, pairs = samples.some(tokens or samples.tokens), None
         if self.nsp:
             special_tokens = ADDED_TOKENS["pairs"]
             halves, second = sentence_pairs(cut(spans, self.seq_len - special_tokens), "evaluation")
-            pairs = laid(Rows.of(halves, pairs=second), special_tokens=special_tokens)
+            pairs = packed(Rows.of(halves, pairs=second), special_tokens=special_tokens)
         is_whole = len(spans) == len(samples)
         share = "all" if is_whole else f"{np.diff(spans).sum():,} of {samples.tokens:,}"
         return HeldOutText(
             store,
             samples.documents,
-            pieces=laid(Rows.of(spans), special_tokens=samples.special_tokens),
+            pieces=packed(Rows.of(spans), special_tokens=samples.special_tokens),
             pairs=pairs,
             is_whole=is_whole,
             text=f"{share} held-out tokens",
@@ -456,17 +458,19 @@ def task_results(
     # encode all tasks first, so that a mistake in the last file shows now, not in an hour
     items_of_task = [tasks.items_of(task, encoding, seq_len) for task in questions]
     for task, items in zip(questions, items_of_task, strict=True):
-        laid, began = lay_items(items, seq_len), time.perf_counter()
+        packed, began = pack_items(items, seq_len), time.perf_counter()
         sums = sums_by_item(
-            tasks.answers, laid, model, runtime, columns=2, micro_batch=micro_batch, show=True
+            tasks.answers, packed, model, runtime, columns=2, micro_batch=micro_batch, show=True
         )
         rate = len(items.spans) / (time.perf_counter() - began)
         yield {**tasks.result_of(task, items, sums), "items_per_s": round(rate, 1)}
 
 
-def lay_items(items: tasks.Items, seq_len: int) -> Laid:
+def pack_items(items: tasks.Items, seq_len: int) -> PackedText:
     rows = Rows.of(items.spans, seen=items.seen)
-    return lay(rows, items.store.offsets, seq_len, partial(collate, items.store, seq_len=seq_len))
+    return pack_text(
+        rows, items.store.offsets, seq_len, partial(collate, items.store, seq_len=seq_len)
+    )
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

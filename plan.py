@@ -79,7 +79,7 @@ from support.clock import MULTIPLE, Clock, Cursor, StepContext, effective_tokens
 from support.optim import state_bytes
 from support.run import Run, read_log
 from support.runtime import Runtime, on_device
-from support.settings import duration, short
+from support.settings import duration, several, short
 from support.sizes import empty_model, flops_of_step, parameters_in_words
 
 MANY_EPOCHS = 4
@@ -569,11 +569,9 @@ def announce(plan: Plan, run: Run, micro_batch: int) -> None:
     sizes = ", ".join(f"{kind} {size / 1e6:,.1f} MB" for kind, size in state.items())
     say(f"memory: {sizes}{' a rank' if shards > 1 else ''}, and activations")
     rows = s.optim.batch_tokens // plan.seq_len
-    grad_accum_steps = -(-rows // (micro_batch * runtime.world_size))
-    say(
-        f"batches: {rows} rows of {plan.seq_len} tokens a step, in {grad_accum_steps} micro-batches"
-        f" of {micro_batch} rows on each of {runtime.world_size} ranks"
-    )
+    each = f" on each of {runtime.world_size} ranks" if runtime.world_size > 1 else ""
+    batches = f"{several(rows, 'row')} of {plan.seq_len} tokens a step"
+    say(f"batches: {batches}, in micro-batches of {several(micro_batch, 'row')}{each}")
     if plan.has_documents:
         impl = chosen_impl(
             runtime.device.type,

@@ -6,7 +6,7 @@
     parameter_count   1,858,304: embedding and head 532,480 each, the blocks' matrices 786,432,
                       biases and norms 6,912
     state_bytes       (support/optim.py) weights 7.4 MB, gradients 7.4 MB, optimizer state 11.7 MB
-    micro_batch_rows  2 rows on a CPU, where a micro-batch has at most 4,096 tokens
+    micro_batch_rows  4 rows on a CPU, where a micro-batch has at most 8,192 tokens
     flops_of_step     6 FLOPs per matrix weight and token, and 12 C per pair of tokens in a
                       document and per layer, half of that if attention is causal:
                         blocks     6 x 786,432 x 8,192              38.65 GFLOP
@@ -15,7 +15,8 @@
 
 These are the FLOPs that the model needs, forward and backward (arXiv 2204.02311, appendix B).
 Anything computed a second time, as with --checkpoint-activations, does not count, nor do Muon's
-matrix products. Padding counts, because it is multiplied. MFU is the rate of these FLOPs as a share
+matrix products, nor scores that a mask hides (on a CPU 8 % of a packed step in rows of 256, none in
+rows of 2,048). Padding counts, because it is multiplied. MFU is the rate of these FLOPs as a share
 of the peak in the GPU's data sheet. The memory of activations is not estimated: if the device runs
 out of memory, train.py says which flag to change.
 """
@@ -263,7 +264,7 @@ def peak_flops(runtime: Runtime) -> float | None:
 
 # ---- the micro-batch
 
-MICRO_BATCH_TOKENS = {"cpu": 4_096, "cuda": 32_768, "mps": 32_768}  # more is no faster
+MICRO_BATCH_TOKENS = {"cpu": 8_192, "cuda": 32_768, "mps": 32_768}  # more is no faster
 
 
 def micro_batch_rows(optim: OptimConfig, seq_len: int, runtime: Runtime, by_document: bool) -> int:
@@ -275,7 +276,7 @@ def micro_batch_rows(optim: OptimConfig, seq_len: int, runtime: Runtime, by_docu
     Args:    by_document whether --pack-batch is documents: then a step's rows vary in number and
                          need not divide evenly
     Raises:  ValueError if the rows of --batch-tokens do not divide among ranks and micro-batches
-    Example: for 16 rows of 256 on a CPU 16, on 2 ranks 8; for 16 rows of 1,024 it is 4
+    Example: for 16 rows of 256 on a CPU 16, on 2 ranks 8; for 16 rows of 1,024 it is 8
     """
     rows, ranks = optim.batch_tokens // seq_len, runtime.world_size
     share = rows // ranks

@@ -33,7 +33,7 @@ ENVIRONMENT = "python3 -m venv .venv && . .venv/bin/activate && "
 TRAIN = "torchrun train.py --curriculum seqlen --ltd --pack"
 TRAIN_COMMAND = ENVIRONMENT + "pip install -e . -c constraints.txt && " + TRAIN
 TEST_COMMAND = ENVIRONMENT + "pip install -e '.[test]' -c constraints.txt && pytest"
-TRAIN_TIMEOUT_S = 1200  # 220 are meant; the rest is for a machine that has other work
+TRAIN_TIMEOUT_S = 1200  # one thread needs 400; the rest is for a machine that has other work
 FAST_TIMEOUT_S = 120  # for commands of seconds, likewise
 
 FLAGS_PAGE = "docs/flags.md"
@@ -115,13 +115,13 @@ def inside(path: Path) -> bool:
     return full.is_relative_to(ROOT) and full.exists()
 
 
-def run_line(command: str, cwd: Path, timeout: int = FAST_TIMEOUT_S, **environment: str) -> str:
+def run_line(command: str, cwd: Path, timeout: int = FAST_TIMEOUT_S) -> str:
     """What a command line prints, run with this interpreter's programs first."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     result = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", command],
         cwd=cwd,
-        env=os.environ | {"PATH": path} | environment,
+        env=os.environ | {"PATH": path},
         timeout=timeout,
         text=True,
         stdin=subprocess.DEVNULL,
@@ -192,8 +192,8 @@ def test_the_commands_run(checkout):
 
 @pytest.mark.slow
 def test_the_training_command_learns(checkout):
-    """With all cores, as a reader has them."""
-    output = run_line(TRAIN, checkout, TRAIN_TIMEOUT_S, OMP_NUM_THREADS=str(os.cpu_count()))
+    """With one thread, because other tests run beside it: threads that wait for each other spin."""
+    output = run_line(TRAIN, checkout, TRAIN_TIMEOUT_S)
     assert re.findall(r"held-out: (\d\.\d+) bits per byte, on all", output), output
     (log,) = checkout.glob("runs/*/log.jsonl")
     lines = [json.loads(line) for line in log.read_text().splitlines()]

@@ -155,9 +155,9 @@ def test_micro_batches_share_rows_evenly():
         return sizes.micro_batch_rows(optim, seq_len, runtime, by_document)
 
     assert [rows(16, ranks) for ranks in (1, 2, 16)] == [16, 8, 1]
-    assert rows(16, asked=4) == 4 and rows(24) == 12, "16 does not divide 24"
-    assert (rows(512, seq_len=1024), rows(512, seq_len=1024, device="cuda")) == (4, 32)
-    assert rows(1, seq_len=8192) == 1, "at least a row"
+    assert rows(16, asked=4) == 4 and rows(48) == 24, "32 does not divide 48"
+    assert (rows(512, seq_len=1024), rows(512, seq_len=1024, device="cuda")) == (8, 32)
+    assert rows(1, seq_len=16_384) == 1, "at least a row"
     assert (rows(16, 3, by_document=True), rows(1, 2, by_document=True)) == (5, 1)
     assert "16 x --micro-batch-size 1 x" in refusal(rows, 17, 16)
 

@@ -145,15 +145,15 @@ def test_packed_answers_equal_those_of_each_item_alone(tmp_path, questions):
     _, items = items_from(tmp_path, questions)
     expected = [by_definition(model, *pair) for one in questions for pair in pairs_of(one)]
     nats, likeliest = (list(column) for column in zip(*expected, strict=True))
-    laid = evaluate.lay_items(items, ROW)
-    sums = evaluate.sums_by_item(tasks.answers, laid, model, ONE, columns=2, micro_batch=2)
+    packed = evaluate.pack_items(items, ROW)
+    sums = evaluate.sums_by_item(tasks.answers, packed, model, ONE, columns=2, micro_batch=2)
     np.testing.assert_allclose(sums[:, 0], nats, rtol=tolerance)
     assert (sums[:, 1] == 0).tolist() == likeliest
-    assert len(laid.rows) < len(nats) and likeliest[-1] == ("Ann" in questions[-1]["context"])
+    assert len(packed.rows) < len(nats) and likeliest[-1] == ("Ann" in questions[-1]["context"])
     # Control: the comparison notices items that attend to their neighbours.
     alone = model.hidden_states
     model.hidden_states = lambda tokens, positions, doc_ids: alone(tokens, positions, 0 * doc_ids)
-    sums = evaluate.sums_by_item(tasks.answers, laid, model, ONE, columns=2, micro_batch=2)
+    sums = evaluate.sums_by_item(tasks.answers, packed, model, ONE, columns=2, micro_batch=2)
     assert np.abs(sums[:, 0] / nats - 1).max() > 100 * tolerance
 
 
