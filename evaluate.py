@@ -280,20 +280,20 @@ class Evaluation:
         kind = "bert" if self.data.special_ids else "pieces"
         samples = Samples(store, kind, self.seq_len, "val")
         offsets = store.offsets[samples.documents.start : samples.documents.stop + 1]
-        packed = partial(
+        pack = partial(
             pack_text, offsets=offsets, seq_len=self.seq_len, batch=partial(self.batch, store)
         )
         spans, pairs = samples.some(tokens or samples.tokens), None
         if self.nsp:
             special_tokens = ADDED_TOKENS["pairs"]
             halves, second = sentence_pairs(cut(spans, self.seq_len - special_tokens), "evaluation")
-            pairs = packed(Rows.of(halves, pairs=second), special_tokens=special_tokens)
+            pairs = pack(Rows.of(halves, pairs=second), special_tokens=special_tokens)
         is_whole = len(spans) == len(samples)
         share = "all" if is_whole else f"{np.diff(spans).sum():,} of {samples.tokens:,}"
         return HeldOutText(
             store,
             samples.documents,
-            pieces=packed(Rows.of(spans), special_tokens=samples.special_tokens),
+            pieces=pack(Rows.of(spans), special_tokens=samples.special_tokens),
             pairs=pairs,
             is_whole=is_whole,
             text=f"{share} held-out tokens",

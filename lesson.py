@@ -122,7 +122,8 @@ def next_rows(every: Sequence[Span], first_draw: int, longest: int) -> list[list
     drawn = shuffled(draws, len(every), SEED)  # entries of an endless series of reshuffles
     pieces = cut([every[index] for index in drawn], longest)
     rows = pack([end - start for start, end in pieces])
-    # A piece's index follows its random draw: sorting by it undoes the order by length.
+    # Packing put the longest first. A piece's index follows its random draw, so sorting rows by
+    # their first piece makes their order random again.
     return [[pieces[index] for index in row] for row in sorted(rows)]
 
 
@@ -262,7 +263,8 @@ class GPT(nn.Module):
 def consumed_by(piece_ids: Tensor, k: int) -> int:
     """What a step adds to the clock: the tokens that each layer sees, added up, divided by L.
 
-    Rounded down for each row, as in the paper, which counts neither the head nor attention.
+    Rounded down for each row, as in the paper, which counts neither the head nor that attention
+    costs the square of the tokens it sees.
 
     Example: a row of 2,048 tokens, through layers that see 2048, 128, 128 and 2048, consumes 1088
     """

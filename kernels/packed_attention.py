@@ -66,8 +66,12 @@ def attention_mask(doc_ids: Tensor, causal: bool) -> Tensor:
 
 
 def same_document(doc_ids: Tensor, causal: bool) -> Tensor:
-    """`attention_mask` if padding attends to nothing at all: (B, T, T) bool"""
-    same = (doc_ids[:, :, None] == doc_ids[:, None, :]) & (doc_ids >= 0)[:, None]
+    """Like `attention_mask`, but padding attends to nothing, not even to itself.
+
+    Example: same_document(tensor([[7, 7, 9, -1]]), True)[0] is
+             [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
+    """
+    same = (doc_ids[:, :, None] == doc_ids[:, None, :]) & (doc_ids >= 0)[:, None]  # (B, T, T)
     return same.tril() if causal else same
 
 
