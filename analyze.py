@@ -49,7 +49,7 @@ from tqdm import tqdm
 import prepare
 from curriculum import LENGTHS, Ranking, Rankings
 from data import ADDED_TOKENS, KINDS, Samples
-from support import runtime
+from support import process, runtime
 from support.runtime import Runtime
 from support.settings import count
 from support.store import Store, atomic_folder, atomic_write, folder_lock, get_encoding, sha256_of
@@ -280,7 +280,7 @@ def on_ranks(task: Callable, items: list, ranks: Runtime) -> Iterator[tuple]:
             try:
                 outcomes.append((item, task(item)))
             except (ValueError, OSError) as error:
-                errors.append(runtime.one_line(error))
+                errors.append(process.one_line(error))
         yield from chain.from_iterable(ranks.collect(outcomes))
     for error in chain.from_iterable(ranks.gather(errors)):
         raise ValueError(error)
@@ -524,7 +524,7 @@ KINDS_HELP = "for a GPT with --pack, a GPT without, a BERT, or a BERT with --nsp
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = runtime.Parser(prog="analyze.py", description=__doc__.split("\n")[0])
+    parser = process.Parser(prog="analyze.py", description=__doc__.split("\n")[0])
     parser.add_argument("store", nargs="?", help="made by prepare.py (default: embedded corpus)")
     known = ", ".join(METRICS)
     parser.add_argument("--metric", required=True, help=known)
@@ -583,4 +583,4 @@ def show_examples(indexes: Rankings, samples: Samples) -> None:
 
 
 if __name__ == "__main__":
-    runtime.exit_cleanly(main)
+    process.exit_cleanly(main)

@@ -52,16 +52,9 @@ from model import Batch, Transformer, predicted_by_bert
 from packing import pack_lengths
 from sample import load_run
 from support.clock import seed_of
-from support.runtime import (
-    Parser,
-    Runtime,
-    evaluating,
-    exit_cleanly,
-    is_sharded,
-    on_device,
-    printable,
-    start,
-)
+from support.fsdp import evaluating, is_sharded
+from support.process import Parser, exit_cleanly, printable
+from support.runtime import Runtime, on_device, start
 from support.settings import count
 from support.store import Store, atomic_write, get_encoding
 

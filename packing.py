@@ -390,10 +390,10 @@ ROWS = 12  # strategies printed, the most frequent first
 
 def main(argv: list[str] | None = None) -> None:
     from data import Samples
-    from support import runtime
+    from support import process
     from support.store import Store
 
-    parser = runtime.Parser(prog="packing.py", description=__doc__.split("\n")[0])
+    parser = process.Parser(prog="packing.py", description=__doc__.split("\n")[0])
     sources = "lengths in tokens, a folder made by prepare.py, or a histogram (.json)"
     parser.add_argument("source", nargs="+", help=sources)
     parser.add_argument("--packer", choices=PACKERS, default=DEFAULT)
@@ -429,6 +429,6 @@ def show(packing: Packing) -> None:
 
 
 if __name__ == "__main__":
-    from support import runtime
+    from support import process
 
-    runtime.exit_cleanly(main)
+    process.exit_cleanly(main)

@@ -39,7 +39,7 @@ import numpy as np
 import tiktoken
 from tqdm import tqdm
 
-from support import runtime, store
+from support import process, store
 from support.settings import several, whole_number
 
 BLOCK = 1 << 22  # characters of text, or tokens, read at a time
@@ -208,7 +208,7 @@ class Corpus:
             except (ValueError, OSError) as error:
                 if path in given:
                     raise
-                self.skipped.append(runtime.one_line(error))
+                self.skipped.append(process.one_line(error))
         if self.skipped and not self.files:
             raise ValueError(f"no file can be read; the first: {self.skipped[0]}")
         if self.skipped:
@@ -445,14 +445,14 @@ def embedded_store(name: str) -> Path:
     It is in .cache of the repository or, if the repository is read-only, in the user's cache.
     """
     encoding = store.get_encoding(name)
-    folder = runtime.ROOT / ".cache" / f"pd-mix-{store.fingerprint(encoding)[:12]}"
-    if not folder.exists() and not os.access(runtime.ROOT, os.W_OK):
+    folder = process.ROOT / ".cache" / f"pd-mix-{store.fingerprint(encoding)[:12]}"
+    if not folder.exists() and not os.access(process.ROOT, os.W_OK):
         home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         folder = home / "parsimony" / folder.name
     if not folder.exists():
         print(f"preparing the embedded corpus in {folder}", file=sys.stderr)
         try:
-            prepare([runtime.ROOT / "corpus" / "pd-mix.jsonl.gz"], folder, encoding, name)
+            prepare([process.ROOT / "corpus" / "pd-mix.jsonl.gz"], folder, encoding, name)
         except OSError:
             if not folder.exists():  # otherwise another process was faster
                 raise
@@ -478,7 +478,7 @@ def print_summary(made: store.Store) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = runtime.Parser(prog="prepare.py", description=__doc__.split(":")[0])
+    parser = process.Parser(prog="prepare.py", description=__doc__.split(":")[0])
     flag = parser.add_argument
     flag("inputs", nargs="*", help="text or JSON lines, also gzipped; parquet; folders")
     flag("--tokens-from", type=Path, help="tokens instead: nanoGPT's train.bin, val.bin beside it")
@@ -524,4 +524,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    runtime.exit_cleanly(main)
+    process.exit_cleanly(main)

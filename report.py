@@ -48,8 +48,8 @@ from typing import NamedTuple
 import numpy as np
 
 import config
+from support.process import Parser, exit_cleanly
 from support.run import read_log
-from support.runtime import Parser, exit_cleanly
 from support.settings import PREFIXES, duration, flattened, real_number, settings_of, several, short
 from support.store import atomic_write
 

@@ -27,9 +27,9 @@ import torch
 
 import config
 from model import Transformer
-from support import checkpoint, runtime
+from support import checkpoint, process, runtime
 from support import clock as rng
-from support.runtime import evaluating, of_rank0
+from support.fsdp import evaluating, of_rank0
 from support.settings import count
 from support.store import get_encoding, vocab_size
 from support.weights import real_weights, running_layers
@@ -119,7 +119,7 @@ def load_run(folder: str, which: str) -> tuple[config.Config, Transformer, dict]
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = runtime.Parser(prog="sample.py", description=__doc__.split(". ")[0])
+    parser = process.Parser(prog="sample.py", description=__doc__.split(". ")[0])
     parser.add_argument("run", help="folder of a run")
     parser.add_argument("--checkpoint", default="last", help="last, best, or a path")
     parser.add_argument("--prompt", default="", help="text to continue (default: none)")
@@ -155,11 +155,11 @@ def main(argv: list[str] | None = None) -> None:
             with torch.inference_mode(), here.autocast():
                 for piece in text:  # may hold anything, because the weights may come from anybody
                     if sys.stdout.isatty():
-                        piece = runtime.printable(piece, kept="\n\t")
+                        piece = process.printable(piece, kept="\n\t")
                     print(piece, end="", flush=True)
         finally:  # also after an interrupt
             print(flush=True)
 
 
 if __name__ == "__main__":
-    runtime.exit_cleanly(main)
+    process.exit_cleanly(main)

@@ -52,24 +52,20 @@ from kernels.triton_here import why_not
 from model import BlockRunner, Transformer, run_plain, run_recomputed
 from offload import Offload, Placement, placement_for
 from plan import Plan, Step, announce, read_ahead
+from support.checkpoint import assign
 from support.clock import due, generator, seed_of
+from support.fsdp import shard, sync_gradients
 from support.optim import Optimizers, learning_rate
+from support.process import StopSignal, exit_cleanly, launcher, one_line
 from support.run import Log, Run, commit
 from support.runtime import (
     Runtime,
-    StopSignal,
-    assign,
     check_agreement,
-    exit_cleanly,
-    launcher,
     made_by,
     naming_step,
-    one_line,
     refuse_step,
-    shard,
     start,
     sum_of_bits,
-    sync_gradients,
 )
 from support.sizes import empty_model, micro_batch_rows, parameter_count, peak_flops
 from support.weights import initial_model, model_size

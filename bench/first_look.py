@@ -56,8 +56,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import train
 from prepare import embedded_store
+from support.process import exit_cleanly
 from support.run import read_log
-from support.runtime import exit_cleanly
 
 # ---- machine
 

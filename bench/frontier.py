@@ -69,7 +69,7 @@ from data import open_data
 from model import TransformerConfig
 from plan import Plan, Step
 from report import Curve
-from support import runtime
+from support import process, runtime
 from support.clock import Clock
 from support.run import Log, read_log
 from support.weights import model_size
@@ -526,4 +526,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    runtime.exit_cleanly(main)
+    process.exit_cleanly(main)

@@ -42,8 +42,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that benches find the project
 
+from support.process import ROOT
 from support.run import commit, provenance
-from support.runtime import ROOT
 
 T = TypeVar("T")
 V = TypeVar("V")

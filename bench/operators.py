@@ -58,7 +58,7 @@ from kernels import token_drop
 from kernels.cross_entropy import IGNORE, linear_cross_entropy
 from kernels.packed_attention import bounds, index_of, packed_attention
 from kernels.token_drop import merge, reference_gather, reference_scatter, split
-from support.runtime import exit_cleanly, peak_memory
+from support.process import exit_cleanly, peak_memory
 
 
 class Shape(NamedTuple):

@@ -45,7 +45,7 @@ import config
 from model import Transformer
 from plan import Plan, Step
 from prepare import embedded_store
-from support import runtime
+from support import process, runtime
 from support.clock import Clock
 from support.store import Store
 from train import Trainer, assemble
@@ -313,4 +313,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    runtime.exit_cleanly(main)
+    process.exit_cleanly(main)

@@ -31,9 +31,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from support.runtime import Runtime, as_dtensor, rows_here
+from support.fsdp import as_dtensor, rows_here
+from support.runtime import Runtime
 from support.store import atomic_write, sync
 
 WORDS = ("last", "best")
@@ -320,3 +321,12 @@ def check_finite(weights: dict[str, Tensor]) -> None:
     if bad:
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         raise ValueError(f"weights are not finite: {', '.join(bad[:3])}{more}")
+
+
+def assign(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Make these tensors the model's weights, without a copy."""
+    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    for name in expected.keys() | weights.keys():
+        if name not in weights or weights[name].shape != expected.get(name):
+            raise ValueError(f"the checkpoint's weight {name} does not fit the model")
+    model.load_state_dict(weights, assign=True)

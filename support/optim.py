@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from support.clock import Clock, lr_clock
-from support.runtime import as_dtensor, is_shard, norm_over_ranks, rows_here
+from support.fsdp import as_dtensor, is_shard, norm_over_ranks, rows_here
 from support.settings import flag
 
 SCHEDULES = ("cosine", "linear", "wsd")

@@ -64,7 +64,8 @@ from tqdm import tqdm
 from support import checkpoint
 from support.clock import Clock, due, lr_clock
 from support.optim import OptimConfig, decay_start
-from support.runtime import ROOT, Runtime, check_agreement, made_by, peak_memory
+from support.process import ROOT, peak_memory
+from support.runtime import Runtime, check_agreement, made_by
 from support.settings import DataConfig, Flat, RunConfig, flattened, short
 from support.sizes import ModelConfig
 from support.store import atomic_write, folder_lock

@@ -30,7 +30,7 @@ from datetime import timedelta
 from functools import cache
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
-from support.runtime import Parser
+from support.process import Parser
 
 Value = str | int | float | bool | None  # of a setting
 Flat = dict[str, Value]  # {"group.field": value}

@@ -44,11 +44,11 @@ import regex  # tiktoken's own dependency: `re` has no \p{L}
 import tiktoken
 from tqdm import tqdm
 
-from support import runtime
+from support import process
 
 # ---- tokenizers
 
-PD4K = runtime.ROOT / "corpus" / "pd4k.tiktoken"
+PD4K = process.ROOT / "corpus" / "pd4k.tiktoken"
 NAMES = "pd4k, bytes, gpt2, a .tiktoken file or Llama 3's tokenizer.model"
 SPECIAL_TOKENS = ("<|endoftext|>", "[PAD]", "[CLS]", "[SEP]", "[MASK]")
 

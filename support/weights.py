@@ -54,8 +54,8 @@ from kernels.rotary import Scaling
 from model import Transformer, TransformerConfig
 from support import checkpoint
 from support.clock import seed_of
+from support.process import ROOT, Parser, exit_cleanly
 from support.run import ModelSize, Settings
-from support.runtime import ROOT, Parser, exit_cleanly
 from support.settings import Flat, as_flags, flattened
 from support.sizes import SIZES, ModelConfig, usual_lr, with_defaults
 from support.store import atomic_folder, atomic_write, fingerprint, get_encoding, vocab_size

@@ -35,7 +35,7 @@ from analyze import training_samples
 from kernels.triton_here import tl, triton
 from prepare import prepare
 from support.clock import Clock
-from support.runtime import exit_cleanly
+from support.process import exit_cleanly
 from support.store import get_encoding
 
 

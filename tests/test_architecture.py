@@ -20,7 +20,7 @@ import pytest
 pytestmark = pytest.mark.structure
 
 ROOT = Path(__file__).resolve().parent.parent
-MOST_FILES = 10  # in support/ and in kernels/
+MOST_FILES = 12  # in support/ and in kernels/: runtime, process and fsdp are three subjects
 TECHNIQUES = {"curriculum", "ltd", "offload", "packing", "pseudo"}
 FLOORS = (  # from the bottom up; a file imports only from its own floor and the floors below
     {"kernels"},

@@ -17,7 +17,7 @@ import pytest
 import torch
 from conftest import refusal
 
-from support.runtime import ROOT
+from support.process import ROOT
 
 sys.path.append(str(ROOT / "bench"))
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Raising a number is a commit of its own that says why. The goal for the product is 7,500 lines:
 # what is added from here on makes something else simpler.
 MOST = {"product": 7_850, "bench": 1_400, "tests": 8_150, "docs": 400, "lesson": 250}
-MOST_FILES = 36  # of the product
+MOST_FILES = 38  # of the product
 LONG = 450  # code lines, above which a file's docstring says "one subject" and why
 CODELESS = {
     tokenize.COMMENT,

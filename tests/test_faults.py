@@ -32,7 +32,8 @@ from data import Samples
 from support import checkpoint
 from support import runtime as runtimes
 from support.checkpoint import ALONE
-from support.runtime import ROOT, Runtime, start
+from support.process import ROOT
+from support.runtime import Runtime, start
 from support.store import Store
 
 pytestmark = pytest.mark.faults

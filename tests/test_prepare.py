@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 import prepare
 from prepare import Corpus, Document, find_cut, hold_out_tail, split_blocks
 from support import store
-from support.runtime import ROOT
+from support.process import ROOT
 from support.store import Store
 
 MIX = ROOT / "corpus" / "pd-mix.jsonl.gz"
@@ -448,7 +448,7 @@ def test_stopped_in_the_middle_prepare_leaves_no_store(tmp_path, monkeypatch):
 def test_if_the_clone_is_read_only_the_embedded_store_is_in_the_users_cache(tmp_path, monkeypatch):
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "pd-mix.jsonl.gz").write_bytes(TINY.read_bytes())
-    monkeypatch.setattr(prepare.runtime, "ROOT", tmp_path)
+    monkeypatch.setattr(prepare.process, "ROOT", tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     with monkeypatch.context() as patch:
         patch.setattr(os, "access", lambda path, mode: False)

@@ -15,8 +15,8 @@ import train
 from prepare import prepare
 from support import checkpoint
 from support import run as run_folder
+from support.process import ROOT
 from support.run import Log
-from support.runtime import ROOT
 from support.store import get_encoding
 
 pytestmark = pytest.mark.usefixtures("no_sample_or_report")

@@ -42,10 +42,12 @@ from kernels.packed_attention import chosen_impl
 from kernels.token_drop import checked_impl
 from ltd import drop_tokens
 from model import Batch, Transformer, TransformerConfig, run_plain, run_recomputed
-from support import checkpoint
+from support import checkpoint, fsdp, process
 from support import runtime as runtimes
+from support.fsdp import rows_here
 from support.optim import Optimizers
-from support.runtime import Runtime, exit_cleanly, rows_here, start
+from support.process import exit_cleanly
+from support.runtime import Runtime, start
 from support.store import Store, byte_lengths, get_encoding
 
 # --- devices
@@ -169,7 +171,7 @@ def test_the_exit_status_and_message_follow_from_how_main_ends(does, status, sai
 
 
 def test_misspelled_flags_get_a_suggestion():
-    parser = runtimes.Parser()
+    parser = process.Parser()
     parser.add_argument("--curriculum", choices=["124M", "350M"])
     for line, meant in (("--curiculum x", "--curriculum"), ("--curriculum 124m", "124M")):
         assert f"did you mean {meant}" in refusal(parser.parse_args, line.split())
@@ -177,10 +179,10 @@ def test_misspelled_flags_get_a_suggestion():
 
 
 def test_the_launcher_is_python_or_torchrun(monkeypatch):
-    assert runtimes.launcher() == "python"
+    assert process.launcher() == "python"
     for name, number in {"RUN_ID": "x", "GROUP": "1", "LOCAL": "4"}.items():
         monkeypatch.setenv("TORCHELASTIC_RUN_ID" if number == "x" else f"{name}_WORLD_SIZE", number)
-    assert runtimes.launcher() == "torchrun --nproc-per-node 4"
+    assert process.launcher() == "torchrun --nproc-per-node 4"
 
 
 def test_other_exceptions_keep_their_traceback():
@@ -263,7 +265,7 @@ class Trained:
     def __init__(self, model: Transformer, runtime: Runtime = checkpoint.ALONE):
         self.model, self.runtime = model, runtime
         if runtime.world_size > 1:
-            runtimes.shard(model, runtime)
+            fsdp.shard(model, runtime)
         named = dict(model.named_parameters())
         self.optimizers = Optimizers(named, "muon", weight_decay=0.1, betas=(0.9, 0.95))
 
@@ -277,7 +279,7 @@ class Trained:
         total = torch.zeros(())
         for row in own:
             if world_size > 1:
-                runtimes.sync_gradients(self.model, row == own[-1])
+                fsdp.sync_gradients(self.model, row == own[-1])
             with autocast():
                 loss = self.model(inputs.rows(slice(row, row + 1)), run_block=run_block)
             (loss * world_size / (rows * T)).backward()
@@ -353,7 +355,7 @@ def check_nonfinite_gradients(runtime: Runtime) -> None:
     assert ours.optimizers.clip_gradients(1.0).isnan()
     assert runtime.gather(bool(rows.isnan().any())) == [True] * runtime.world_size
     ours.optimizers.step(1e-2)  # frees the gradients
-    runtimes.sync_gradients(ours.model, False)  # control: without averaging there are none
+    fsdp.sync_gradients(ours.model, False)  # control: without averaging there are none
     ours.model(rows_of(ours.model, 0, 1)).backward()
     assert all(gradient is None for gradient in ours.all_gradients().values())
 
@@ -371,7 +373,7 @@ def check_drift(runtime: Runtime) -> None:
 def check_bf16(runtime: Runtime) -> None:
     """Gathering in bf16 adds little error, if norms run in fp32 as under autocast on a GPU."""
     bf16 = Runtime(runtime.rank, runtime.world_size, CPU, torch.bfloat16, "")
-    on_gpu = runtimes.precision(SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16))
+    on_gpu = fsdp.precision(SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16))
     layer_norm = F.layer_norm
 
     def norm_in_fp32(x, shape, weight, bias, eps):
@@ -386,7 +388,7 @@ def check_bf16(runtime: Runtime) -> None:
         patch.setattr(F, "layer_norm", norm_in_fp32)
         truth, rounded = gradients(checkpoint.ALONE, nullcontext), gradients(checkpoint.ALONE)
         assert (gradients(bf16) - rounded).abs().max() < 1e-6
-        patch.setattr(runtimes, "precision", lambda runtime: on_gpu)
+        patch.setattr(fsdp, "precision", lambda runtime: on_gpu)
         gathered_in_bf16 = gradients(bf16)
     error = (rounded - truth).norm() / truth.norm()
     assert error > 1e-4, "autocast rounds"
@@ -492,7 +494,7 @@ def check_freed_memory_is_kept() -> None:
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
     before = [faults() for _ in range(3)]
-    runtimes.keep_freed_memory()
+    process.keep_freed_memory()
     after = [faults() for _ in range(3)]
     assert min(before) > 3_500 and max(after[1:]) < min(before) / 2
 
@@ -524,7 +526,7 @@ def test_ranks_together_compute_what_one_process_computes(tmp_path, store_dir):
 
 def test_fsdp_refuses_other_devices_than_cpu_and_cuda():
     mps = Runtime(0, 1, torch.device("mps"), torch.float32, "")
-    assert "--fsdp" in refusal(runtimes.shard, gpt(), mps)
+    assert "--fsdp" in refusal(fsdp.shard, gpt(), mps)
 
 
 # --- sharded runs

@@ -9,7 +9,7 @@ from conftest import refusal, widen
 import sample
 from model import Transformer, TransformerConfig
 from offload import Offload, Offloaded, Placement, parts_of
-from support import runtime
+from support import process
 from support.store import get_encoding
 
 BYTES = get_encoding("bytes")
@@ -77,7 +77,7 @@ def test_text_is_printed_as_it_is_drawn(monkeypatch, run_of, capfd):
     monkeypatch.setattr(sample, "generate", interrupted)
     capfd.readouterr()
     with pytest.raises(SystemExit) as end:
-        runtime.exit_cleanly(sample.main)
+        process.exit_cleanly(sample.main)
     assert end.value.code == 130
     assert shown == ["x", "é", "", "", "", "🙂"] and capfd.readouterr() == ("\n", "")
 

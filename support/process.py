@@ -1,0 +1,162 @@
+"""One process: how it parses its command line, reports a mistake, hears signals, and ends.
+
+main      exit_cleanly(main): a user's mistake is one line on stderr and exit status 2
+parser    Parser: one-line errors that suggest the word that was meant
+signals   StopSignal: remember a signal until the step is over
+memory    keep_freed_memory, host_free, resident, peak_memory
+"""
+
+import argparse
+import ctypes
+import os
+import platform
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from difflib import get_close_matches
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parents[1]  # the repository
+MISTAKES = (ValueError, OSError)  # the user's mistakes: reported in one line, exit status 2
+
+# ---- how a command starts and ends
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises one-line errors for `exit_cleanly` and does not print the usage."""
+
+    def __init__(self, **options: object):
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> None:
+        known = [w for a in self._actions for w in (*a.option_strings, *(a.choices or ()))]
+        wrong = re.search(r"arguments: (--[\w-]+)|invalid choice: '([^']*)'", message)
+        meant = wrong and get_close_matches(wrong[1] or wrong[2], map(str, known), n=1, cutoff=0.75)
+        raise ValueError(f"{message} ({f'did you mean {meant[0]}?' if meant else 'see --help'})")
+
+
+def launcher() -> str:
+    """Return the command that starts such a process: python, or torchrun with as many processes.
+
+    Example: torchrun --nproc-per-node 8
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return "python"
+    nodes, each = (int(os.environ[f"{of}_WORLD_SIZE"]) for of in ("GROUP", "LOCAL"))
+    return f"torchrun{f' --nnodes {nodes}' if nodes > 1 else ''} --nproc-per-node {each}"
+
+
+def one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return printable(f"{error.filename}: {error.strerror}")
+    return printable(" ".join(str(error).split()))
+
+
+def printable(text: str, kept: str = "") -> str:
+    """Escape control characters, because text from a stranger's file could control the terminal.
+
+    Args: kept characters to leave as they are, such as line ends
+    """
+    safe = (char if char in kept or char.isprintable() else ascii(char)[1:-1] for char in text)
+    return "".join(safe)
+
+
+def exit_cleanly(main: Callable[[], int | None]) -> None:
+    """Run a command; report a user's mistake as one line on stderr, with exit status 2.
+
+    Rank 0 prints the line. An error that only another rank met appears in torchrun's summary, to
+    which `record` passes it. torchrun's parent process prints that summary, with a traceback of its
+    launcher, whenever a rank fails.
+    """
+    try:
+        status = record(main)() or 0
+        if dist.is_initialized():
+            dist.barrier()  # otherwise a rank that still communicates with this one would fail
+    except KeyboardInterrupt:
+        status = 130
+    except BrokenPipeError:  # the reader stopped, for example `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 128 + signal.SIGPIPE
+    except MISTAKES as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            # With tqdm's write the line does not run into a progress bar.
+            tqdm.write(f"error: {one_line(error)}", file=sys.stderr)
+        else:
+            time.sleep(0.5)  # torchrun kills rank 0 soon after this one exits: let it print first
+        status = 2
+    sys.stdout.flush()
+    if dist.is_initialized():
+        os._exit(status)  # during an ordinary exit, gloo's threads may abort the process
+    sys.exit(status)
+
+
+# Sent by schedulers, by Ctrl-C, by a terminal that closes, and by Slurm before the time limit.
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+class StopSignal:
+    """Remember a signal until the step is over; under nohup, SIGHUP stays ignored."""
+
+    def __enter__(self) -> "StopSignal":
+        self.number = 0
+        heard = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
+        self.before = {number: signal.signal(number, self.note) for number in heard}
+        return self
+
+    def note(self, number: int, _frame: object) -> None:
+        self.number = number
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+# ---- memory
+# torch keeps the GPU memory that it frees. On a CPU, glibc returns much of it to the kernel, and
+# the next step gets it back zeroed, one page fault at a time, which takes an eighth of a small step
+# (docs/step.md).
+
+# <malloc.h>
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+LARGEST_KEPT = 32 << 20  # bytes, glibc's maximum
+NEVER = 2**31 - 1
+
+
+def keep_freed_memory() -> None:
+    """Make glibc keep the memory that this process frees; do nothing without glibc."""
+    if platform.libc_ver()[0] != "glibc":
+        return
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
+    mallopt(M_TRIM_THRESHOLD, NEVER)
+    mallopt(M_TOP_PAD, LARGEST_KEPT)
+
+
+def host_free(meminfo: str = "/proc/meminfo") -> int | None:
+    """Return the bytes of host memory available without swapping; None if unknown."""
+    return _bytes_in(meminfo, "MemAvailable")
+
+
+def resident(key: str = "VmRSS") -> int:
+    """Return the bytes that this process holds now, or with VmHWM at its peak; 0 if unknown."""
+    return _bytes_in("/proc/self/status", key) or 0
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return this process's peak memory in bytes, of the GPU or of the host; 0 if unknown."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident("VmHWM")
+
+
+def _bytes_in(file: str, key: str) -> int | None:
+    with suppress(FileNotFoundError):
+        if line := re.search(rf"{key}:\s*(\d+) kB", Path(file).read_text()):
+            return int(line[1]) * 1024
+    return None
