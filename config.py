@@ -22,15 +22,19 @@ from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+import tiktoken
+
 import analyze
 import curriculum
 import ltd
 import packing
 import pseudo
+from bert import BertConfig, BertTask, SpecialIds
 from curriculum import LENGTHS, CurriculumConfig
-from data import entries_of
+from data import GptTask
 from kernels.rotary import Rotary, Scaling
 from ltd import LtdConfig
+from mixture import entries_of
 from model import TransformerConfig
 from offload import OffloadConfig
 from packing import PackConfig
@@ -147,6 +151,17 @@ def samples_kind(config: Config) -> str:
     return "pieces" if config.pack.on else "rows"
 
 
+Task = GptTask | BertTask
+
+
+def task_of(config: Config, encoding: tiktoken.Encoding) -> Task:
+    """Choose what the model learns: how rows become a Batch, and what their targets are."""
+    per_document = config.optim.loss_per == "document"
+    if config.model.model == "bert":
+        return BertTask(SpecialIds.of(encoding), config.model.nsp, per_document)
+    return GptTask(per_document)
+
+
 def transformer_config(
     config: Settings, vocab_size: int, positions: int | None = None
 ) -> TransformerConfig:
@@ -154,10 +169,9 @@ def transformer_config(
 
     Args: positions how many learned positions published weights have; None without such weights
     """
-    m = config.model
+    m, is_bert = config.model, config.model.model == "bert"
     longest = SIZES[m.size].seq_len if m.pos == "learned" else config.data.seq_len
-    return TransformerConfig(
-        kind=m.model,
+    dimensions = dict(
         layers=m.layers,
         heads=m.heads,
         width=m.width,
@@ -166,7 +180,6 @@ def transformer_config(
         vocab_size=vocab_size,
         pos=m.pos,
         dropout=m.dropout,
-        nsp=m.nsp,
         **BLOCKS[m.block],
         kv_heads=m.kv_heads,
         qk_norm=m.qk_norm,
@@ -174,6 +187,7 @@ def transformer_config(
         tied=m.tied,
         activation=m.activation,
     )
+    return BertConfig(nsp=m.nsp, **dimensions) if is_bert else TransformerConfig(**dimensions)
 
 
 def check(config: Config) -> None:

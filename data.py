@@ -11,31 +11,26 @@ rows of 8 tokens, with --pack. A dot is end-of-text. (Without --pack a GPT reads
                     span    0..8      8..10    10..13   13..18
                     text    parsimon  y.       is.      less.
 
-Then plan.py takes over, at each step: `Plan.__call__` decides which samples are drawn (4) and which
-of them share a row (5), and passes these rows back to this file:
+Then plan.py decides, at each step, which samples are drawn (4) and which of them share a row (5):
 
     4  draw         samples 3, 0, 2, 1                         plan.draw
     5  Rows         parsimon    less. is.    y.                packing.pack_lengths
-    6  Batch        tokens    .parsimo  .less.is  ny......     batch_of, which calls collate
+    6  Batch        tokens    .parsimo  .less.is  ny......     GptTask.batch, which calls collate
                     targets   parsimon  less.is.  y.______     _ is IGNORE
                     positions 01234567  01234012  01000000     from 0 in every piece
                     doc_ids   00000000  00000111  00------     - is -1, padding
 
 The input of a GPT is the token before each target: end-of-text where a document begins, and the n
 of "parsimony" where its second piece begins. So every token of the store is a target once per pass.
-A BERT reads each piece between [CLS] and [SEP], and predicts the tokens that bert.py hides.
 
-In reading order: samples; several stores read as one (--data wiki=0.7,code=0.3); what a run opens;
-rows; their Batch, and what counts in its loss. The head of plan.py continues the example with two
-ranks and several steps.
+In reading order: what a run opens; samples; rows; their Batch. A BERT makes its own batches of the
+same rows (bert.py), and several stores are read as one by mixture.py.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import tiktoken
@@ -43,22 +38,49 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from bert import Pairs, SpecialIds, mask_tokens, masked_tokens
 from kernels.cross_entropy import IGNORE
+from mixture import AnyStore, MixedSamples, Mixture, open_store
 from model import Batch
 from prepare import embedded_store
-from support.clock import MULTIPLE, bits, seed_of, shuffled
+from support.clock import MULTIPLE, shuffled
 from support.runtime import Runtime
 from support.settings import DataConfig
 from support.store import Store, atomic_write, byte_lengths, get_encoding
+
+
+class Data(NamedTuple):
+    """The store that a run reads, and the meaning of its token ids."""
+
+    encoding: tiktoken.Encoding
+    store: AnyStore
+    byte_lengths: np.ndarray  # (V,) bytes of text in each token
+
+
+def open_data(config: DataConfig, runtime: Runtime) -> Data:
+    """Open the store that --data names, or the embedded corpus, and its tokenizer."""
+    name = config.tokenizer or "pd4k"
+    if config.data is None:  # each machine prepares a copy
+        runtime.on_each_machine(lambda: embedded_store(name))
+    store = open_store(config.data or str(embedded_store(name)))
+    encoding = get_encoding(config.tokenizer or store.meta["tokenizer"])
+    store.check_tokenizer(encoding)
+    return Data(encoding, store, byte_lengths(encoding))
+
 
 # ---- samples
 
 KINDS = ("pieces", "rows", "bert", "pairs")
 SPLITS = {"train": "training", "val": "held-out"}  # their names in messages
-ADDED_TOKENS = {"bert": 2, "pairs": 3}  # [CLS] and [SEP]s that collate puts around a piece
+SPECIAL_TOKENS = {"bert": 2, "pairs": 3}  # [CLS] and [SEP]s around a BERT's piece
 IN_MEMORY = 1 << 20  # samples; above this, spans are in a file that all processes share
 DOCUMENTS_AT_ONCE = 1 << 18  # documents cut into samples at a time
+
+
+def open_samples(store: AnyStore, kind: str, seq_len: int) -> "Samples | MixedSamples":
+    """Open the training samples of a store, or of each store of a mixture."""
+    if isinstance(store, Mixture):
+        return MixedSamples(store, [Samples(part, kind, seq_len) for part in store.parts])
+    return Samples(store, kind, seq_len)
 
 
 class Samples:
@@ -83,36 +105,36 @@ class Samples:
 
     def __init__(self, store: Store, kind: str, seq_len: int, split: str = "train"):
         self.store, self.kind, self.seq_len, self.split = store, kind, seq_len, split
-        self.without_eot = kind in ADDED_TOKENS
-        self.special_tokens = ADDED_TOKENS.get(kind, 0)
+        self.without_eot = kind in SPECIAL_TOKENS
+        self.special_tokens = SPECIAL_TOKENS.get(kind, 0)
         self.max_piece_len = seq_len - self.special_tokens
         n, N = store.meta["train_documents"], len(store.offsets) - 1
         self.documents = {"train": range(n), "val": range(n, N)}[split]
         ends = store.offsets[np.array([self.documents.start, self.documents.stop])]
         self.start, self.stop = ends.tolist()
-        self.table = None if kind == "rows" else self._table()
+        self.table = None if kind == "rows" else self.span_table()
         if len(self) == 0:
             raise ValueError(
-                f"{store.path} has no {SPLITS[split]} document: prepare it with another --holdout,"
-                " or name another store"
+                f"{store.path} has no {SPLITS[split]} document: prepare it with another --holdout"
             )
 
-    def _table(self) -> np.ndarray:
+    def span_table(self) -> np.ndarray:
         """Compute or open the spans of all samples, (N, 2) int64."""
         at_most = len(self.documents) + (self.stop - self.start) // self.max_piece_len
         if at_most <= IN_MEMORY or not os.access(self.store.path, os.W_OK):
-            return np.concatenate([np.empty((0, 2), np.int64), *self._parts()])
-        name = f"{'bare-' * self.without_eot}{self.split}"
+            return np.concatenate([np.empty((0, 2), np.int64), *self.blocks_of_spans()])
+        name = f"bare-{self.split}" if self.without_eot else self.split
         text = self.store.meta["sha256"]["documents.idx"][:16]
         file = self.store.path / f"{name}-{self.max_piece_len}-{text}.spans"
         count = -(-len(self.documents) // DOCUMENTS_AT_ONCE)
         if not file.exists():
             with atomic_write(file) as out:
-                for part in tqdm(self._parts(), file.name, count, disable=None, leave=False):
-                    out.write(part)
+                blocks = self.blocks_of_spans()
+                for spans in tqdm(blocks, file.name, count, disable=None, leave=False):
+                    out.write(spans)
         return np.asarray(np.memmap(file, np.int64, "r")).reshape(-1, 2)
 
-    def _parts(self) -> Iterator[np.ndarray]:
+    def blocks_of_spans(self) -> Iterator[np.ndarray]:
         """Yield the spans (n, 2) of the samples of DOCUMENTS_AT_ONCE documents at a time.
 
         Example: documents 0..5 and 5..6, at 2 tokens a piece: (0, 2), (2, 4), (4, 5), (5, 6)
@@ -143,11 +165,11 @@ class Samples:
         """Turn numbers of draws (m,) into sample ids (m,), shuffled anew in every pass."""
         return shuffled(draws, len(self), seed)
 
-    def some(self, tokens: int) -> np.ndarray:
+    def random_spans(self, tokens: int) -> np.ndarray:
         """Return spans (n, 2) of a fixed random choice of samples, about `tokens` tokens in all."""
         # a sample has at least one token, so this many samples are always enough
-        some = shuffled(np.arange(min(tokens, len(self))), len(self), seed=0)
-        spans = self.spans(some)
+        ids = shuffled(np.arange(min(tokens, len(self))), len(self), seed=0)
+        spans = self.spans(ids)
         return spans[: np.searchsorted(np.cumsum(spans[:, 1] - spans[:, 0]), tokens) + 1]
 
 
@@ -167,364 +189,78 @@ def numbered(counts: np.ndarray) -> np.ndarray:
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-# ---- several stores read as one
-#
-# The stores follow one another in a single numbering of tokens, and in one of samples:
-#
-#     wiki  0 .......... 999        token 0 of code is token 1000 of the mixture
-#     code  1000 ... 1499
-#
-# A share counts tokens, but a draw takes a whole sample, and mean lengths differ from store to
-# store. So draws are dealt out in proportion to weight / mean length. The rule (`apportioned`)
-# gives each store its share of every stretch of a run, and depends only on the number of the draw:
-#
-#     shares 1/2, 1/4, 1/4 of a, b, c     draw   0  1  2  3  4  5  6  7
-#                                         store  c  a  b  a  c  a  b  a
-
-EXAMPLE = "as in --data wiki=0.7,code=0.3"
-ONE = 1 << 32  # a share of 1: shares are integers, in units of 2^-32
-# the counts in a store's meta, which a mixture sums
-COUNTS = ("documents", "tokens", "bytes", "train_documents", "train_tokens", "train_bytes")
-
-
-def entries_of(given: str | Path) -> list[tuple[str, Fraction]]:
-    """Parse PATH=WEIGHT,PATH=WEIGHT into pairs (path, share); [] for the path of a single store.
-
-    If a folder with this whole name exists, even with '=' in it, it is a single store. In a
-    mixture, the last '=' of an entry separates path and weight. A folder with ',' in its name can
-    be read alone, but not in a mixture.
-
-    Raises:  ValueError for an entry without path or weight, a negative weight, or only zeros
-    Example: "wiki=7,code=3" is (wiki, 7/10) and (code, 3/10), exactly and on every machine
-    """
-    given = str(given)
-    if "=" not in given or Path(given).is_dir():
-        return []
-    weights: list[tuple[str, Fraction]] = []
-    for entry in given.split(","):
-        path, _, text = entry.rpartition("=")
-        try:
-            weight = Fraction(text)
-        except (ValueError, ZeroDivisionError):
-            weight = -1
-        if not path or weight < 0:
-            raise ValueError(f"--data {given}: {entry!r} is not PATH=WEIGHT, {EXAMPLE}")
-        weights.append((path, weight))
-    total = sum(weight for _, weight in weights)
-    if not total:
-        raise ValueError(f"--data {given}: all weights are 0: give at least one a weight above 0")
-    return [(path, weight / total) for path, weight in weights]
-
-
-def open_store(given: str | Path) -> "AnyStore":
-    """Open a store, or a mixture of several.
-
-    Raises: ValueError for what Store.open and entries_of refuse, and for different tokenizers
-    """
-    entries = entries_of(given)
-    return Mixture.open(str(given), entries) if entries else Store.open(given)
-
-
-@dataclass(frozen=True, eq=False)
-class Mixture:
-    """Several stores with the same tokenizer, and each one's share of the tokens that are read.
-
-    Code that reads tokens can use it like a Store; documents and samples belong to its parts.
-    """
-
-    path: str  # the value of --data, for messages
-    meta: dict  # counts are sums; sha256 identifies the stores, their order and their weights
-    parts: tuple[Store, ...]
-    weights: tuple[Fraction, ...]  # their sum is 1
-    names: tuple[str, ...]
-    tokens: "MixedTokens"
-
-    check_tokenizer = Store.check_tokenizer
-    check_tokens = Store.check_tokens
-
-    @property
-    def bytes_per_token(self) -> float:
-        """The mean over the stores, weighted by their shares."""
-        shares = zip(self.weights, self.parts, strict=True)
-        return sum(float(weight) * part.bytes_per_token for weight, part in shares)
-
-    @classmethod
-    def open(cls, given: str, entries: Sequence[tuple[str, Fraction]]) -> "Mixture":
-        parts = tuple(Store.open(path) for path, _ in entries)
-        first = parts[0].meta
-        shares = tuple(share for _, share in entries)
-        for part in parts:
-            if part.meta["tokenizer_fingerprint"] != first["tokenizer_fingerprint"]:
-                others = f"{parts[0].path} with {first['tokenizer']}: prepare one of them again"
-                made_with = f"{part.path} was made with tokenizer {part.meta['tokenizer']}"
-                raise ValueError(f"--data {given}: {made_with} and {others}")
-        # --resume compares this: stores may move, but text, order and weights must stay the same
-        sha256 = [[float(s), part.meta["sha256"]] for s, part in zip(shares, parts, strict=True)]
-        names = tuple(part.path.name for part in parts)
-        counts = {name: sum(part.meta[name] for part in parts) for name in COUNTS}
-        return cls(
-            path=given,
-            meta={**first, **counts, "sha256": {"mixture": sha256}},
-            parts=parts,
-            weights=shares,
-            # names of the folders, or their paths if two have the same name
-            names=names if len({*names}) == len(names) else tuple(str(p.path) for p in parts),
-            tokens=MixedTokens([part.tokens for part in parts]),
-        )
-
-
-AnyStore = Store | Mixture
-
-
-class MixedTokens:
-    """Several arrays of tokens that are indexed as if joined, without a copy.
-
-    Every array ends with the end-of-text of its last document, so here too the token before any
-    document is an end-of-text.
-    """
-
-    def __init__(self, arrays: Sequence[np.ndarray]):
-        self.arrays = arrays
-        self.starts = np.cumsum([0, *(len(array) for array in arrays)])  # (parts + 1,)
-
-    def take(self, places: np.ndarray, mode: str) -> np.ndarray:
-        """Do what ndarray.take does on the joined arrays; `mode` is always "clip"."""
-        places = np.clip(places, 0, self.starts[-1] - 1)
-        tokens = np.empty(len(places), self.arrays[0].dtype)
-        for number, chosen in by_part(self.starts, places):
-            array, start = self.arrays[number], self.starts[number]
-            tokens[chosen] = array.take(places[chosen] - start, mode=mode)
-        return tokens
-
-
-def by_part(starts: np.ndarray, places: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield, for each part i, which begins at starts[i], i and the indices of the places in it."""
-    part = np.searchsorted(starts, places, side="right") - 1
-    for number in range(len(starts) - 1):
-        yield number, np.flatnonzero(part == number)
-
-
-def samples_in(store: AnyStore, kind: str, seq_len: int) -> "Samples | MixedSamples":
-    """Open the training samples of a store, or of a mixture."""
-    return (MixedSamples if isinstance(store, Mixture) else Samples)(store, kind, seq_len)
-
-
-class MixedSamples:
-    """The training samples of a mixture, with the methods of `Samples` that plan.py calls.
-
-    Sample ids continue from one store to the next, and so do the numbers of tokens.
-
-    Raises: ValueError for a store without a training sample
-    """
-
-    def __init__(self, store: Mixture, kind: str, seq_len: int):
-        self.store = store
-        self.parts = [Samples(part, kind, seq_len) for part in store.parts]
-        self.special_tokens = self.parts[0].special_tokens
-        self.first_ids = np.cumsum([0, *map(len, self.parts)])  # (stores + 1,)
-        self.mean_lengths = [mean_length(part) for part in self.parts]
-        lengths = zip(store.weights, self.mean_lengths, strict=True)
-        self.shares = nested_shares([weight / length for weight, length in lengths])
-
-    def __len__(self) -> int:
-        return int(self.first_ids[-1])
-
-    def shuffled(self, draws: np.ndarray, seed: int) -> np.ndarray:
-        """Turn numbers of draws (m,) into sample ids (m,); each store is shuffled separately.
-
-        The first store is read in the same order as in a run on it alone.
-        """
-        ids = np.empty(len(draws), np.int64)
-        dealt = apportioned(draws, self.shares)
-        for number, part in enumerate(self.parts):
-            chosen = dealt.store == number
-            key = seed_of(seed, "store", number) if number else seed
-            ids[chosen] = self.first_ids[number] + shuffled(dealt.draw[chosen], len(part), key)
-        return ids
-
-    def spans(self, ids: np.ndarray) -> np.ndarray:
-        """Return the spans (n, 2) of samples (n,): first and one-past-last token in the mixture."""
-        spans = np.empty((len(ids), 2), np.int64)
-        for number, chosen in by_part(self.first_ids, ids):
-            of_part = self.parts[number].spans(ids[chosen] - self.first_ids[number])
-            spans[chosen] = of_part + self.store.tokens.starts[number]
-        return spans
-
-    def passes(self, tokens: int) -> str:
-        """Say what share each store has, and how often a run of this many tokens reads it.
-
-        Example: wiki 70.0%, 0.32 passes; code 30.0%, 4.10 passes
-        """
-        shown = []
-        for number, part in enumerate(self.parts):
-            name, weight = self.store.names[number], self.store.weights[number]
-            passes = weight * tokens / (len(part) * self.mean_lengths[number])
-            shown.append(f"{name} {float(weight):.1%}, {float(passes):.2f} passes")
-        return "; ".join(shown)
-
-
-def mean_length(samples: Samples) -> Fraction:
-    """Return the mean tokens of a sample, including a BERT's special ones, as the clock does."""
-    return Fraction(samples.tokens, len(samples)) + samples.special_tokens
-
-
-def nested_shares(often: Sequence[Fraction]) -> list[int]:
-    """Compute each store's share of the draws that earlier stores leave, in units of 2^-32.
-
-    Args:    often how often each store is drawn, relative to the others
-    Example: [2, 1, 1] -> [1/2, 1/2, 1], times 2^32
-    """
-    shares = []
-    for number, drawn in enumerate(often):
-        left = sum(often[number:])
-        share = round(ONE * drawn / left) if left else 0
-        if drawn:  # no store with a weight is rounded down to nothing
-            share = min(max(share, 1), ONE - any(often[number + 1 :]))
-        shares.append(share)
-    return shares
-
-
-class Dealt(NamedTuple):
-    """Which store each draw goes to, as two arrays (m,)."""
-
-    store: np.ndarray
-    draw: np.ndarray  # number of the draw within its store
-
-
-def apportioned(draws: np.ndarray, shares: Sequence[int]) -> Dealt:
-    """Deal draws out to stores, so that each store has its share of the first n draws, for every n.
-
-    The first store gets floor(n p) of the first n draws. The remaining draws are renumbered and
-    dealt out to the other stores in the same way. So a store's count differs from its exact share
-    by less than the number of stores, and the store of a draw follows from its number alone.
-
-    Args:    draws  (m,) int, 0 to 2^63 - 1
-             shares from `nested_shares`
-    Example: with shares [1/2, 1/2, 1], times 2^32, draws 0 to 3 are the first of store 2, the first
-             of store 0, the first of store 1 and the second of store 0
-    """
-    store, draw = np.zeros((2, len(draws)), np.int64)
-    left, n = np.arange(len(draws)), draws.astype(object)  # n * share may need more than 64 bits
-    for number, share in enumerate(shares):
-        before = n * share // ONE
-        chosen = (n + 1) * share // ONE > before
-        store[left[chosen]] = number
-        draw[left[chosen]] = before[chosen]
-        left, n = left[~chosen], (n - before)[~chosen]
-    return Dealt(store, draw)
-
-
-# ---- what a run opens
-
-
-class Data(NamedTuple):
-    """The store that a run reads, and the meaning of its token ids."""
-
-    encoding: tiktoken.Encoding
-    store: AnyStore
-    special_ids: SpecialIds | None  # for a BERT
-    byte_lengths: np.ndarray  # (V,) bytes of text in each token
-
-
-def open_data(config: DataConfig, is_bert: bool, runtime: Runtime) -> Data:
-    """Open the store that --data names, or the embedded corpus, and its tokenizer."""
-    name = config.tokenizer or "pd4k"
-    if config.data is None:  # each machine prepares a copy
-        runtime.on_each_machine(lambda: embedded_store(name))
-    store = open_store(config.data or str(embedded_store(name)))
-    encoding = get_encoding(config.tokenizer or store.meta["tokenizer"])
-    store.check_tokenizer(encoding)
-    special_ids = SpecialIds.of(encoding) if is_bert else None
-    return Data(encoding, store, special_ids, byte_lengths(encoding))
-
-
 # ---- rows
+
+PIECE = np.dtype([("start", np.int64), ("stop", np.int64), ("seen", np.int64)])
+
+
+def as_pieces(spans: np.ndarray, seen: np.ndarray | int = 0) -> np.ndarray:
+    """Make a table (n,) of pieces from their spans (n, 2) in the store.
+
+    Args: seen leading tokens of a piece that are only context: targets of an earlier row
+    """
+    pieces = np.empty(len(spans), PIECE)
+    pieces["start"], pieces["stop"] = spans[:, 0], spans[:, 1]
+    pieces["seen"] = seen
+    return pieces
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
     """Which pieces of the store are in which row, from left to right.
 
-    Piece i is the tokens start[i]:stop[i] of the store, and row r holds the pieces
-    offsets[r]:offsets[r + 1]; a row without pieces is all padding. With `pairs`, only the first
-    part of a piece is read from there; `pairs` says where the second part is.
+    Row r holds pieces offsets[r]:offsets[r + 1]; a row without pieces is all padding.
 
-    Example: in the head of this file start is [0, 13, 10, 8], stop is [8, 18, 13, 10], and offsets
-             are [0, 1, 3, 4]
+    Example: in the head of this file the pieces start at 0, 13, 10, 8 and stop at 8, 18, 13, 10,
+             and offsets are [0, 1, 3, 4]
     """
 
-    start: np.ndarray  # (n,) int64
-    stop: np.ndarray  # (n,)
+    pieces: np.ndarray  # (n,) a table with the fields of PIECE, and perhaps more (bert.py)
     offsets: np.ndarray  # (R + 1,)
-    seen: np.ndarray  # (n,) leading tokens of a piece that are context: targets of an earlier row
-    pairs: Pairs | None = None  # --nsp
 
     @classmethod
-    def of(
-        cls,
-        spans: np.ndarray,
-        offsets: np.ndarray | None = None,
-        seen: np.ndarray | int = 0,
-        pairs: Pairs | None = None,
-    ) -> "Rows":
-        """Make rows of pieces (n, 2), in the given order; without `offsets`, one piece per row."""
-        offsets = np.arange(len(spans) + 1) if offsets is None else offsets
-        return cls(spans[:, 0], spans[:, 1], offsets, np.broadcast_to(seen, len(spans)), pairs)
+    def of_single_pieces(cls, pieces: np.ndarray) -> "Rows":
+        return cls(pieces, np.arange(len(pieces) + 1))
 
     @classmethod
     def join(cls, parts: "list[Rows]") -> "Rows":
         """Concatenate the rows of all parts."""
-        pieces = np.concatenate([np.diff(part.offsets) for part in parts])
-        pairs = [part.pairs for part in parts if part.pairs is not None]
-        return cls(
-            start=np.concatenate([part.start for part in parts]),
-            stop=np.concatenate([part.stop for part in parts]),
-            offsets=np.concatenate(([0], np.cumsum(pieces))),
-            seen=np.concatenate([part.seen for part in parts]),
-            pairs=Pairs(*map(np.concatenate, zip(*pairs, strict=True))) if pairs else None,
-        )
+        sizes = np.concatenate([np.diff(part.offsets) for part in parts])
+        pieces = np.concatenate([part.pieces for part in parts])
+        return cls(pieces, np.concatenate(([0], np.cumsum(sizes))))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def take(self, numbers: np.ndarray) -> "Rows":
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of text in each piece, (n,)."""
+        return self.pieces["stop"] - self.pieces["start"]
+
+    def sum_by_row(self, of_piece: np.ndarray) -> np.ndarray:
+        """Sum a value of each piece (n,) over the pieces of each row: (R,)."""
+        return np.diff(np.concatenate(([0], np.cumsum(of_piece)))[self.offsets])
+
+    def select(self, numbers: np.ndarray) -> "Rows":
         """Select rows by their numbers, in this order."""
         sizes = np.diff(self.offsets)[numbers]
         pieces = np.repeat(self.offsets[numbers], sizes) + numbered(sizes)
-        return replace(self.pieces(pieces), offsets=np.concatenate(([0], np.cumsum(sizes))))
-
-    def pieces(self, numbers: np.ndarray) -> "Rows":
-        """Select pieces by their numbers, each in a row of its own."""
-        return Rows(
-            self.start[numbers],
-            self.stop[numbers],
-            np.arange(len(numbers) + 1),
-            self.seen[numbers],
-            self.pairs and self.pairs.take(numbers),
-        )
+        return Rows(self.pieces[pieces], np.concatenate(([0], np.cumsum(sizes))))
 
     def of_rank(self, rank: int, world_size: int) -> tuple[np.ndarray, "Rows"]:
-        """Return this rank's rows and their numbers; blank rows make all shares equal.
+        """Return the numbers of this rank's rows, and the rows; blank rows make ranks equal.
 
         Rows are dealt out to the ranks forwards, then backwards, and so on. If the heaviest come
         first, every rank gets nearly equal work, and does so in each micro-batch.
 
         Example: of 6 rows, rank 0 of 2 gets 0, 3, 4, and rank 1 gets 1, 2, 5
         """
-        share = -(-len(self) // world_size)
-        rounds = np.arange(share * world_size).reshape(share, world_size)
-        rounds[1::2] = rounds[1::2, ::-1]
-        filled = np.pad(self.offsets, (0, rounds.size - len(self)), mode="edge")
-        numbers = rounds[:, rank]
-        return numbers, replace(self, offsets=filled).take(numbers)
-
-    def packed(self, items: np.ndarray, offsets: np.ndarray) -> "Rows":
-        """Combine rows of one piece each: the new row r gets items[offsets[r]:offsets[r + 1]]."""
-        return replace(self.pieces(items), offsets=offsets)
-
-    def sums(self, of_piece: np.ndarray) -> np.ndarray:
-        """Sum a value of each piece (n,) over the pieces of each row: (R,)."""
-        return np.diff(np.concatenate(([0], np.cumsum(of_piece)))[self.offsets])
+        rounds = -(-len(self) // world_size)
+        dealt = np.arange(rounds * world_size).reshape(rounds, world_size)
+        dealt[1::2] = dealt[1::2, ::-1]
+        with_blanks = np.pad(self.offsets, (0, dealt.size - len(self)), mode="edge")
+        numbers = dealt[:, rank]
+        return numbers, Rows(self.pieces, with_blanks).select(numbers)
 
 
 def reshaped_len(seq_len: int, limit: int) -> int:
@@ -559,177 +295,101 @@ def reshape(spans: np.ndarray, seq_len: int, length: int) -> Rows:
     ends = np.minimum(begins + length, stop)
     reaching_back = np.maximum(np.minimum(begins, ends - length), start)
     has_text = begins < stop
-    return Rows.of(
-        np.stack((reaching_back[has_text], ends[has_text]), axis=1),
-        offsets=np.concatenate(([0], np.cumsum(has_text))),
-        seen=(begins - reaching_back)[has_text],
-    )
+    spans = np.stack((reaching_back[has_text], ends[has_text]), axis=1)
+    pieces = as_pieces(spans, seen=(begins - reaching_back)[has_text])
+    return Rows(pieces, offsets=np.concatenate(([0], np.cumsum(has_text))))
 
 
 # ---- rows -> Batch
 
 
-def batch_of(
-    store: AnyStore, rows: Rows, seq_len: int, special_ids: SpecialIds | None, seeds: Tensor
-) -> Batch:
-    """Read these rows as the model's input; for a BERT, mask tokens and set the answers of pairs.
+@dataclass(frozen=True)
+class GptTask:
+    """What a GPT learns: to predict every token from those before it (bert.py has another task)."""
 
-    Args:    seeds (2,) int64: for the choice of masked tokens, and for what replaces each
-    Returns: Batch of (B, seq_len)
+    per_document: bool = False  # --loss-per document: all documents weigh the same in the loss
+    evaluated: ClassVar[str] = "pieces"  # the kind of samples in which it is evaluated
+    nsp: ClassVar[bool] = False  # whether it reads pairs
+
+    def pieces(self, spans: np.ndarray, *key: object) -> np.ndarray:
+        """Decide how the drawn spans (n, 2) are read, with random numbers by this key."""
+        return as_pieces(spans)
+
+    def targets(self, rows: Rows) -> np.ndarray:
+        """Count the targets of each piece (n,), without reading any text."""
+        return rows.lengths - rows.pieces["seen"]
+
+    def batch(
+        self, store: AnyStore, rows: Rows, seq_len: int, all_rows: Rows, *key: object
+    ) -> Batch:
+        """Read the text of these rows, which are some of a step's `all_rows`."""
+        batch = collate(store, rows, seq_len)
+        if not self.per_document:
+            return batch
+        return replace(batch, weights=equal_documents(batch.targets != IGNORE, batch.doc_ids))
+
+
+def loss_divisor(task, rows: Rows) -> int:
+    """Return what the sum of a step's losses is divided by: its targets, or its documents.
+
+    Only lengths are needed, so a rank knows it for all ranks without reading their rows.
     """
-    batch = collate(store, rows, seq_len, special_ids)
-    if special_ids is None:
-        return batch
-    drawn = bits(seeds, places(rows, batch).flatten(), 1).view(2, *batch.tokens.shape)
-    batch = mask_tokens(batch, drawn, special_ids)
-    if rows.pairs is None:
-        return batch
-    _, _, positions, doc_ids = batch.with_documents()
-    targets = batch.targets.clone()
-    answers = rows.pairs.answers(rows.start, rows.stop)
-    targets[(positions == 0) & (doc_ids >= 0)] = torch.from_numpy(answers)  # at each [CLS]
-    return batch._replace(targets=targets)
+    return len(rows.pieces) if task.per_document else int(task.targets(rows).sum())
 
 
-def collate(
-    store: AnyStore, rows: Rows, seq_len: int, special_ids: SpecialIds | None = None
-) -> Batch:
-    """Read the pieces of each row from the store, one after the other.
+def collate(store: AnyStore, rows: Rows, seq_len: int) -> Batch:
+    """Read the pieces of each row from the store, one after the other: a Batch of (B, seq_len).
 
-    Returns: Batch of (B, seq_len); for a BERT all text is a target, until `mask_tokens` chooses
-    Raises:  ValueError for a store with a token outside its vocabulary
-    Cost:    a few passes over B T numbers, however many pieces there are
+    Raises: ValueError for a store with a token outside its vocabulary
     """
     B, T = len(rows), seq_len
-    special_tokens = ADDED_TOKENS["pairs" if rows.pairs else "bert"] if special_ids else 0
-    length = rows.stop - rows.start + special_tokens  # (n,)
-    # Treat the rest of each row as one more piece, so that the pieces leave no gaps.
-    ends = rows.offsets[1:]
-    lengths = np.insert(length, ends, T - rows.sums(length))  # (n + B,)
-    begins = np.cumsum(lengths) - lengths
-    heads = begins[np.insert(np.ones(len(length), bool), ends, False)]  # (n,) without the rests
-
-    def of_tokens(of_piece: np.ndarray, of_rest: int = 0) -> np.ndarray:
-        """Repeat a value of each piece (n,) for each of its tokens: (B T,)."""
-        return np.repeat(np.insert(of_piece, ends, of_rest), lengths)
-
-    positions = np.arange(B * T) - np.repeat(begins, lengths)
-    doc_ids = of_tokens(numbered(np.diff(rows.offsets)), of_rest=-1)
-    place = positions + of_tokens(rows.start - (special_tokens > 0))  # in the store
-    if rows.pairs:
-        first = of_tokens(rows.pairs.first)
-        second = of_tokens(rows.pairs.second - rows.start) - first - 1  # distance to jump ahead
-        place += np.where(positions > first + 1, second, 0)  # after the [SEP] in the middle
-    text = store.tokens.take(place, mode="clip").astype(np.int64)  # (B T,)
-    if special_ids:
-        tokens, targets = bert_inputs(text, rows, heads, heads + length - 1, special_ids)
-    else:
-        tokens, targets = gpt_inputs(text, rows, heads, store)
-    padding = doc_ids < 0
-    is_full = not padding.any()
-    if not is_full:
-        tokens[padding], positions[padding] = store.meta["end_of_text"], 0
-        targets[padding] = IGNORE
-    if rows.seen.any():
-        targets[positions < of_tokens(rows.seen)] = IGNORE
-    store.check_tokens(max(tokens.max(), targets.max()))
-    fields = [torch.from_numpy(f.reshape(B, T)) for f in (tokens, targets, positions, doc_ids)]
-    if len(rows.start) == B and is_full:
-        fields[2:] = None, None
-    return Batch(*fields)
+    start, end_of_text = rows.pieces["start"], store.meta["end_of_text"]
+    piece, position, at = scatter(rows, rows.lengths, T)
+    place = start[piece] + position  # in the store
+    text = store.tokens.take(place, mode="clip")
+    before = store.tokens.take(place - 1, mode="clip")
+    before[place == 0] = end_of_text
+    tokens, targets = np.full(B * T, end_of_text), np.full(B * T, IGNORE)
+    positions, doc_ids = np.zeros(B * T, np.int64), np.full(B * T, -1)
+    tokens[at], positions[at] = before, position
+    targets[at] = np.where(position < rows.pieces["seen"][piece], IGNORE, text.astype(np.int64))
+    doc_ids[at] = numbered(np.diff(rows.offsets))[piece]
+    store.check_tokens(text.max(initial=0))
+    # In plain rows there is neither padding, which is -1, nor a second piece.
+    is_plain = not doc_ids.any()
+    return Batch(*as_rows(B, tokens, targets, positions, doc_ids), is_plain=is_plain)
 
 
-def gpt_inputs(
-    text: np.ndarray, rows: Rows, heads: np.ndarray, store: AnyStore
-) -> tuple[np.ndarray, np.ndarray]:
-    """Make every token of a piece a target, and the token before it its input.
+def scatter(
+    rows: Rows, lengths: np.ndarray, seq_len: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Find where the m tokens of all pieces go in a batch.
 
-    For the first token of a piece, that is the token before it in the store: end-of-text where a
-    document begins.
-
-    Args:    text  (B T,) the tokens of the pieces
-             heads (n,) where in `text` each piece begins
-    Returns: tokens and targets, (B T,)
+    Args:    lengths (n,) how many positions each piece takes
+    Returns: (m,) the piece of each token; its position in the piece; its index in the batch's B T
+    Example: rows of 6 with pieces of 2 and 3, and of 1: pieces 0 0 1 1 1 2, positions 0 1 0 1 2 0,
+             indices 0 1 2 3 4 6
     """
-    tokens = np.empty_like(text)
-    tokens[1:] = text[:-1]
-    before = store.tokens.take(rows.start - 1, mode="clip")
-    tokens[heads] = np.where(rows.start > 0, before, store.meta["end_of_text"])
-    return tokens, text
+    piece = np.repeat(np.arange(len(lengths)), lengths)
+    in_row = np.cumsum(lengths) - lengths  # where each piece begins, if rows had no padding
+    filled = rows.sum_by_row(lengths)
+    padding = np.arange(len(rows)) * seq_len - (np.cumsum(filled) - filled)  # in the rows before
+    begins = in_row + np.repeat(padding, np.diff(rows.offsets))
+    position = numbered(lengths)
+    return piece, position, begins[piece] + position
 
 
-def bert_inputs(
-    text: np.ndarray, rows: Rows, heads: np.ndarray, lasts: np.ndarray, special_ids: SpecialIds
-) -> tuple[np.ndarray, np.ndarray]:
-    """Put [CLS] before and [SEP] after each piece, and one more [SEP] between the parts of a pair.
-
-    Args:    text         (B T,) the tokens of the pieces; arbitrary where special tokens go
-             heads, lasts (n,) first and last token of each piece, special tokens included
-    Returns: tokens and targets, (B T,); special tokens are not targets
-    """
-    tokens, targets = text, text.copy()
-    seps = lasts
-    if rows.pairs:
-        seps = np.concatenate((lasts, heads + rows.pairs.first + 1))
-    tokens[heads], tokens[seps] = special_ids.cls, special_ids.sep
-    targets[heads] = targets[seps] = IGNORE
-    return tokens, targets
+def as_rows(rows: int, *arrays: np.ndarray) -> list[Tensor]:
+    """Turn arrays (B T,) into tensors (B, T)."""
+    return [torch.from_numpy(array.reshape(rows, -1)) for array in arrays]
 
 
-def places(rows: Rows, batch: Batch) -> Tensor:
-    """Number each token by its place in the store, (B, T) int64: the key of its random numbers.
-
-    So a token gets the same random numbers wherever its piece is packed. Special tokens count as
-    text, the second part of a pair counts as if it followed the first, and padding has arbitrary
-    numbers.
-    """
-    _, _, positions, doc_ids = batch.with_documents()
-    piece = torch.from_numpy(rows.offsets[:-1])[:, None] + doc_ids  # (B, T)
-    start = torch.from_numpy(np.append(rows.start, 0))
-    return start[piece.clamp(0, len(rows.start))] + positions
-
-
-# ---- what counts in the loss
-
-
-def counts(rows: Rows, masked: bool, per_document: bool) -> tuple[int, float | None]:
-    """Compute what the sum of losses of these rows is divided by, and the weight of an answer.
-
-    Only lengths are needed, so a rank knows the count for all ranks without reading their rows. All
-    answers together weigh as much as all targets: the loss is the mean loss of a target plus the
-    mean loss of an answer.
-
-    Args:    masked       True for a BERT, which predicts some tokens; False for a GPT
-             per_document count documents in place of targets
-    Returns: the number of targets, or of documents; the weight of an answer, None without pairs
-    """
-    length = rows.stop - rows.start
-    targets = masked_tokens(length) if masked else length - rows.seen
-    total = len(targets) if per_document else int(targets.sum())
-    if rows.pairs is None:
-        return total, None
-    answers = rows.pairs.answers(rows.start, rows.stop) != IGNORE
-    return total, total / max(int(answers.sum()), 1)
-
-
-def shares_of(batch: Batch, per_document: bool, of_answer: float | None) -> Tensor | None:
-    """Compute the weight of each target in the loss, (B, T) float32; None if all weigh 1.
+def equal_documents(is_target: Tensor, doc_ids: Tensor) -> Tensor:
+    """Weigh targets (B, T) so that each document weighs 1: float32, 0 where there is no target.
 
     Paper: Krell et al., arXiv 2107.02027, section 3.2.3: without weights, long documents dominate
-    Args:  per_document every document weighs 1, divided equally among its targets
-           of_answer    the weight of the answer at each [CLS]; None: there are no answers
     """
-    if of_answer is None and not per_document:
-        return None
-    _, targets, positions, doc_ids = batch.with_documents()
-    counts = (targets != IGNORE).float()
-    if of_answer is not None:
-        answers = (positions == 0) & (targets != IGNORE)
-        counts[answers] = 0
-    if per_document:
-        documents = doc_ids.clamp(min=0)  # (B, T)
-        sums = torch.zeros_like(counts).scatter_add(1, documents, counts)
-        counts /= sums.gather(1, documents).clamp(min=1)
-    if of_answer is not None:
-        counts[answers] = of_answer
-    return counts
+    documents = doc_ids.clamp(min=0)  # (B, T)
+    weights = is_target.float()
+    targets = torch.zeros_like(weights).scatter_add(1, documents, weights)
+    return weights / targets.gather(1, documents).clamp(min=1)

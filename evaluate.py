@@ -15,26 +15,17 @@ Three held-out documents of 9, 21 and 5 tokens, end-of-text included, in rows of
               bits per byte = nats / ln 2 / bytes; end-of-text is a target, but has no bytes
 
 Several stores (--data a=0.7,b=0.3) are evaluated one by one, and their results averaged by weight.
-During training, train.py calls `Evaluation.run`. This file does not train, and writes nothing into
-the folder of a run.
 
     python evaluate.py runs/gpt-nano-1                 # the newest checkpoint of a run
     python evaluate.py runs/gpt-nano-1 --tokens 100K   # on a part of the held-out text
     python evaluate.py runs/gpt-nano-1 --by-document out.jsonl            # one line per document
-
-A GPT can also answer the questions in a file, without further training (tasks.py). Questions are
-packed into rows and their results summed in the same way:
-
-    python evaluate.py runs/gpt-nano-1 --task lambada.jsonl.gz hellaswag.jsonl.gz
 """
 
 import argparse
 import json
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,114 +34,18 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-import tasks
-from bert import sentence_pairs
-from config import Config
-from data import ADDED_TOKENS, Data, Mixture, Rows, Samples, batch_of, collate, cut, open_data
+from config import Task, task_of
+from data import SPECIAL_TOKENS, Data, Rows, Samples, as_pieces, cut, open_data
 from kernels.cross_entropy import IGNORE
-from model import Batch, Transformer, predicted_by_bert
+from mixture import parts_of
+from model import Batch
 from packing import pack_lengths
 from sample import load_run
-from support.clock import seed_of
 from support.fsdp import evaluating, is_sharded
 from support.process import Parser, exit_cleanly, printable
-from support.runtime import Runtime, on_device, start
+from support.runtime import Runtime, start
 from support.settings import count
-from support.store import Store, atomic_write, get_encoding
-
-# ---- text in rows, and the one loop over them
-
-
-class PackedText(NamedTuple):
-    """Pieces of text packed into rows; each piece belongs to an item, such as a document."""
-
-    rows: Rows
-    item: np.ndarray  # (pieces,) number of the item that each piece belongs to
-    items: int  # how many items there are, including those without pieces
-    batch: Callable[[Rows], Batch]  # reads the text of some rows
-
-
-def pack_text(
-    rows: Rows,
-    offsets: np.ndarray,
-    seq_len: int,
-    batch: Callable[[Rows], Batch],
-    special_tokens: int = 0,
-) -> PackedText:
-    """Pack rows of one piece each; the items are the documents at these offsets of a store."""
-    packs = pack_lengths(rows.stop - rows.start + special_tokens, seq_len)
-    rows = rows.packed(packs.items, packs.offsets)
-    document = np.searchsorted(offsets, rows.start, side="right") - 1
-    return PackedText(rows, document, len(offsets) - 1, batch)
-
-
-# Runs the model once, on a batch that is on the CPU. Returns which of its B T tokens were asked
-# about, as a mask or indices, and columns (n,) of numbers about these.
-Measure = Callable[[nn.Module, Runtime, Batch], tuple[Tensor, ...]]
-
-
-@torch.no_grad()
-def sums_by_item(
-    measure: Measure,
-    packed: PackedText,
-    model: nn.Module,
-    runtime: Runtime,
-    *,
-    columns: int,
-    micro_batch: int,
-    show: bool = False,
-) -> np.ndarray:
-    """Sum the columns of a measure over the tokens of each item: (items, columns) float64.
-
-    The sums are the same on every rank.
-
-    Args: micro_batch rows that each rank runs at a time
-          show        show a progress bar on rank 0
-    """
-    of_piece = np.zeros((len(packed.item), columns))
-    turns = -(-len(packed.rows) // (micro_batch * runtime.world_size))
-    hidden = None if show and runtime.is_rank0 else True  # None: show it on a terminal
-    own = own_rows(model, len(packed.rows), micro_batch, runtime)
-    with evaluating(model):
-        for numbers in tqdm(own, total=turns, unit="batch", disable=hidden, leave=False):
-            rows = packed.rows.take(numbers)
-            batch = packed.batch(rows)
-            with runtime.autocast():
-                asked, *values = measure(model, runtime, batch)
-            doc_ids = batch.with_documents().doc_ids  # (B, T)
-            piece = (torch.from_numpy(rows.offsets[:-1, None]) + doc_ids).flatten()[asked]
-            first, n = packed.rows.offsets[numbers[0]], len(rows.start)
-            of_piece[first : first + n] = sum_by_key(piece, n, values)
-    # Sum by piece first: so any number of ranks adds the same numbers in the same order.
-    of_piece = runtime.reduce(torch.from_numpy(of_piece)).numpy()
-    return sum_by_key(packed.item, packed.items, of_piece.T)
-
-
-def sum_by_key(key: np.ndarray | Tensor, keys: int, columns: Sequence) -> np.ndarray:
-    """Sum each column by key: (keys, columns)."""
-    return np.stack([np.bincount(key, column, keys) for column in columns], axis=1)
-
-
-def own_rows(
-    model: nn.Module, count: int, micro_batch: int, runtime: Runtime
-) -> Iterator[np.ndarray]:
-    """Yield the numbers of this rank's rows, `micro_batch` at a time.
-
-    In the last round some ranks may have no rows. If the model is sharded, they run it on one
-    token, because its weights are gathered from all ranks.
-
-    Example: 10 rows, two ranks, 3 at a time: rank 0 has 0 1 2, then 6 7 8; rank 1 3 4 5, then 9
-    """
-    for first in range(0, count, runtime.world_size * micro_batch):
-        own = first + runtime.rank * micro_batch
-        if own < count:
-            yield np.arange(own, min(own + micro_batch, count))
-        elif is_sharded(model):
-            with torch.no_grad(), runtime.autocast():
-                model.hidden_states(torch.zeros(1, 1, dtype=torch.int64, device=runtime.device))
-
-
-# ---- results
+from support.store import Store, atomic_write
 
 
 class HeldOut(NamedTuple):
@@ -164,15 +59,15 @@ class HeldOut(NamedTuple):
     nsp_pairs: int | None = None
     by_store: dict[str, float] | None = None  # bits per byte of each store of a mixture
 
-    def logged(self) -> dict[str, float | dict[str, float]]:
-        """Return the fields that are not None."""
+    def columns(self) -> dict[str, float | dict[str, float]]:
+        """Return the fields that are not None, for the log."""
         return {name: value for name, value in self._asdict().items() if value is not None}
 
     def __str__(self) -> str:
         text = f"{self.val_bpb:.4f} bits per byte"
         if self.by_store:
-            shown = [f"{printable(name)} {bpb:.3f}" for name, bpb in self.by_store.items()]
-            text += f" ({', '.join(shown)})"
+            stores = [f"{printable(name)} {bpb:.3f}" for name, bpb in self.by_store.items()]
+            text += f" ({', '.join(stores)})"
         if self.nsp_accuracy is not None:
             text += f", {self.nsp_accuracy:.1%} of {self.nsp_pairs:,} pairs right"
         return text
@@ -208,111 +103,83 @@ def bits_per_byte(nats: float, size: float) -> float | None:
     return nats / math.log(2) / size if size else None
 
 
-def weighted(results: dict[str, HeldOut], weights: Sequence[float]) -> HeldOut:
-    """Combine the results on several texts: their weighted mean, and bits per byte by name.
-
-    A text in which no byte was a target has no bits per byte, and is left out.
-
-    Example: 2 bits per byte with weight 0.75 and 1 with 0.25 are 1.75, however long the texts are
-    """
-    named = zip(results.items(), weights, strict=True)
-    weight_of = {name: float(weight) for (name, result), weight in named if result.bytes}
-    total = sum(weight_of.values())
-    if not total:
-        raise ValueError("no byte of a text with a weight is a target: evaluate more tokens")
-
-    def mean(field: str) -> float:
-        return sum(w * getattr(results[name], field) for name, w in weight_of.items()) / total
-
-    return HeldOut(
-        mean("val_loss"),
-        mean("val_bpb"),
-        targets=sum(result.targets for result in results.values()),
-        bytes=sum(result.bytes for result in results.values()),
-        by_store={name: results[name].val_bpb for name in weight_of},
-    )
-
-
 # ---- held-out text
+
+
+class PackedText(NamedTuple):
+    """Pieces of text packed into rows, and the document that each piece belongs to."""
+
+    rows: Rows
+    document: np.ndarray  # (pieces,) counted from the first held-out document
 
 
 class HeldOutText(NamedTuple):
     """The held-out text of one store."""
 
+    name: str
     store: Store
-    documents: range  # held-out ones
-    pieces: PackedText
-    pairs: PackedText | None  # the same text as pairs
+    weight: float  # in the average over stores
+    documents: range  # the held-out ones
+    text: PackedText
+    pairs: PackedText | None  # --nsp: the same text as pairs
     is_whole: bool  # False for a random part of the text
-    text: str  # describes how much of it is used
+    description: str  # how much of it is used
 
 
-@dataclass(eq=False)
 class Evaluation:
     """The held-out text of a store, or of each store of a mixture, packed into rows once.
 
+    Args:   task   a BERT's masks are the same each time
+            tokens about how many: a fixed random choice of pieces; None: all
     Raises: ValueError if no document is held out
     """
 
-    data: Data  # a BERT's masks are the same each time
-    seq_len: int  # tokens in a row
-    nsp: bool = False  # also ask a BERT whether the second part of a pair follows the first
-    tokens: int | None = None  # about how many: a fixed random choice of pieces; None: all
+    def __init__(self, data: Data, task: Task, seq_len: int, tokens: int | None = None):
+        self.task, self.seq_len, self.byte_lengths = task, seq_len, data.byte_lengths
+        parts = parts_of(data.store)
+        self.parts: list[HeldOutText] = []
+        for name, store, weight in parts:
+            # half evenly and half by weight: so a store with a small weight still counts
+            of_store = tokens and max(1, int(tokens * (weight + 1 / len(parts)) / 2))
+            self.parts.append(self.held_out_text(name, store, weight, of_store))
+        several = len(parts) > 1
+        names = (f"{p.description} of {p.name}" if several else p.description for p in self.parts)
+        self.description = ", ".join(names)
 
-    def __post_init__(self):
-        store = self.data.store
-        if isinstance(store, Mixture):
-            self.parts = [*map(self.part, store.parts, tokens_of_each(store, self.tokens))]
-            named = zip(self.parts, store.names, strict=True)
-            self.text = ", ".join(f"{part.text} of {name}" for part, name in named)
-        else:
-            self.parts = [self.part(store, self.tokens)]
-            self.text = self.parts[0].text
-
-    def part(self, store: Store, tokens: int | None) -> HeldOutText:
-        kind = "bert" if self.data.special_ids else "pieces"
-        samples = Samples(store, kind, self.seq_len, "val")
+    def held_out_text(
+        self, name: str, store: Store, weight: float, tokens: int | None
+    ) -> HeldOutText:
+        samples = Samples(store, self.task.evaluated, self.seq_len, "val")
         offsets = store.offsets[samples.documents.start : samples.documents.stop + 1]
-        pack = partial(
-            pack_text, offsets=offsets, seq_len=self.seq_len, batch=partial(self.batch, store)
-        )
-        spans, pairs = samples.some(tokens or samples.tokens), None
-        if self.nsp:
-            special_tokens = ADDED_TOKENS["pairs"]
-            halves, second = sentence_pairs(cut(spans, self.seq_len - special_tokens), "evaluation")
-            pairs = pack(Rows.of(halves, pairs=second), special_tokens=special_tokens)
+
+        def pack(pieces: np.ndarray, special_tokens: int) -> PackedText:
+            lengths = pieces["stop"] - pieces["start"] + special_tokens
+            packs = pack_lengths(lengths, self.seq_len)
+            rows = Rows(pieces[packs.items], packs.offsets)
+            document = np.searchsorted(offsets, rows.pieces["start"], side="right") - 1
+            return PackedText(rows, document)
+
+        spans, pairs = samples.random_spans(tokens or samples.tokens), None
+        if self.task.nsp:
+            special_tokens = SPECIAL_TOKENS["pairs"]
+            halves = cut(spans, self.seq_len - special_tokens)
+            pairs = pack(self.task.pieces(halves, "evaluation"), special_tokens)
         is_whole = len(spans) == len(samples)
         share = "all" if is_whole else f"{np.diff(spans).sum():,} of {samples.tokens:,}"
         return HeldOutText(
+            name,
             store,
+            weight,
             samples.documents,
-            pieces=pack(Rows.of(spans), special_tokens=samples.special_tokens),
+            text=pack(as_pieces(spans), samples.special_tokens),
             pairs=pairs,
             is_whole=is_whole,
-            text=f"{share} held-out tokens",
-        )
-
-    def batch(self, store: Store, rows: Rows) -> Batch:
-        """Read these rows; for a BERT, hide the same tokens every time, and set the answers."""
-        return batch_of(
-            store,
-            rows,
-            seq_len=self.seq_len,
-            special_ids=self.data.special_ids,
-            seeds=torch.tensor([seed_of("mask", use) for use in ("which", "what")]),
+            description=f"{share} held-out tokens",
         )
 
     def run(self, model: nn.Module, runtime: Runtime, micro_batch: int) -> HeldOut:
         """Evaluate the model on all rows; the arguments are those of `documents`."""
         return self.total(self.documents(model, runtime, micro_batch))
-
-    def total(self, of_each: list[DocumentScores]) -> HeldOut:
-        """Combine the results of all stores by weight, however long their texts are."""
-        totals = [documents.total() for documents in of_each]
-        if not isinstance(self.data.store, Mixture):
-            return totals[0]
-        by_name = dict(zip(self.data.store.names, totals, strict=True))
-        return weighted(by_name, self.data.store.weights)
 
     def documents(
         self, model: nn.Module, runtime: Runtime, micro_batch: int, show: bool = False
@@ -325,59 +192,141 @@ class Evaluation:
                  with `tokens`, of the documents with a chosen piece
         Raises:  ValueError if there is no target, for example if none of a few tokens is masked
         """
+
         of_each = []
         for part in self.parts:
-            sums = partial(
-                sums_by_item, model=model, runtime=runtime, micro_batch=micro_batch, show=show
-            )
-            of_documents = sums(self.nats, part.pieces, columns=3)
-            if not of_documents[:, 1].any():
-                raise ValueError(f"{part.store.path}: {part.text}, but no target: evaluate more")
+
+            def sums(measure: Measure, columns: int, rows: Rows, store=part.store) -> np.ndarray:
+                def read(some: Rows) -> Batch:  # a BERT's masks are the same every time
+                    return self.task.batch(store, some, self.seq_len, rows, "mask")
+
+                return sums_by_piece(
+                    measure, columns, rows, read, model, runtime, micro_batch, show
+                )
+
+            of_piece = sums(self.nats, 3, part.text.rows)
+            numbers = part.text.document
+            nats, targets, size = sum_by_key(numbers, len(part.documents), of_piece.T).T
+            if not targets.any():
+                raise ValueError(
+                    f"{part.store.path}: {part.description}, but no target: evaluate more"
+                )
             right = pairs = 0
             if part.pairs:
-                right, pairs = sums(right_answers, part.pairs, columns=2).sum(axis=0)
-            chosen = np.arange(len(of_documents)) if part.is_whole else np.unique(part.pieces.item)
-            nats, targets, size = of_documents[chosen].T
-            documents = DocumentScores(
+                right, pairs = sums(right_answers, 2, part.pairs.rows).sum(axis=0)
+            chosen = np.arange(len(part.documents)) if part.is_whole else np.unique(numbers)
+            scores = DocumentScores(
                 numbers=chosen + part.documents.start,
-                nats=nats,
-                targets=targets.astype(np.int64),
-                bytes=size.astype(np.int64),
+                nats=nats[chosen],
+                targets=targets[chosen].astype(np.int64),
+                bytes=size[chosen].astype(np.int64),
                 nsp_accuracy=right / pairs if pairs else None,
                 nsp_pairs=int(pairs) or None,
             )
-            of_each.append(documents)
+            of_each.append(scores)
         return of_each
 
     def nats(self, model: nn.Module, runtime: Runtime, batch: Batch) -> tuple[Tensor, ...]:
         """Measure each target: its nats, 1 to count it, and its bytes."""
-        losses = model.losses(batch.to(runtime.device)).cpu()  # (B, T)
-        asked = batch.targets != IGNORE
-        nats, targets = losses[asked].double(), batch.targets[asked]
-        return asked.flatten(), nats, torch.ones_like(nats), self.data.byte_lengths[targets.numpy()]
+        on_device = batch.to(runtime.device)
+        losses = model.losses(model(*on_device.inputs), on_device).cpu()  # (B, T)
+        is_target = batch.targets != IGNORE
+        nats, targets = losses[is_target].double(), batch.targets[is_target].numpy()
+        return is_target.flatten(), nats, torch.ones_like(nats), self.byte_lengths[targets]
+
+    def total(self, of_each: list[DocumentScores]) -> HeldOut:
+        """Combine the results of all stores by weight, however long their texts are.
+
+        A text in which no byte was a target has no bits per byte, and is left out.
+
+        Example: 2 bits per byte with weight 0.75 and 1 with 0.25 are 1.75
+        """
+        results = [documents.total() for documents in of_each]
+        if len(results) == 1:
+            return results[0]
+        of_parts = zip(self.parts, results, strict=True)
+        counted = [(part, result) for part, result in of_parts if result.bytes and part.weight]
+        total = sum(part.weight for part, _ in counted)
+        if not total:
+            raise ValueError("no byte of a text with a weight is a target: evaluate more tokens")
+        return HeldOut(
+            val_loss=sum(part.weight * result.val_loss for part, result in counted) / total,
+            val_bpb=sum(part.weight * result.val_bpb for part, result in counted) / total,
+            targets=sum(result.targets for result in results),
+            bytes=sum(result.bytes for result in results),
+            by_store={part.name: result.val_bpb for part, result in counted},
+        )
+
+
+# ---- the loop over rows
+
+# (model, runtime, batch on the host) -> which of the B T tokens are measured, as a mask or indices,
+# and columns of numbers about these
+Measure = Callable[[nn.Module, Runtime, Batch], tuple[Tensor, ...]]
 
 
 def right_answers(model: nn.Module, runtime: Runtime, batch: Batch) -> tuple[Tensor, ...]:
     """Measure each pair: 1 if a BERT is right about it, else 0; and 1 to count it."""
-    batch = batch.with_documents()
-    at = predicted_by_bert(batch.targets, batch.positions, nsp=True).answers
-    tokens, _, positions, doc_ids = batch.to(runtime.device)
-    x = model.hidden_states(tokens, positions, doc_ids).flatten(0, 1)  # (B T, C)
-    answers = model.follows(x, on_device(at, runtime.device)).argmax(1).cpu()
-    return at, answers == batch.targets.flatten()[at], torch.ones(len(at))
+    on_device = batch.to(runtime.device)
+    right = model.right_answers(model(*on_device.inputs), on_device).cpu()
+    return batch.answers, right, torch.ones(len(right))
 
 
-def tokens_of_each(mixture: Mixture, tokens: int | None) -> list[int | None]:
-    """Divide the tokens to evaluate among the stores: half evenly, half by weight.
+@torch.no_grad()
+def sums_by_piece(
+    measure: Measure,
+    columns: int,
+    rows: Rows,
+    read: Callable[[Rows], Batch],
+    model: nn.Module,
+    runtime: Runtime,
+    micro_batch: int,
+    show: bool,
+) -> np.ndarray:
+    """Sum the columns of a measure over the tokens of each piece: (pieces, columns) float64.
 
-    So a store with a large weight is measured precisely, and one with a small weight still counts.
+    Every rank gets the same sums. Any number of ranks adds the same numbers in the same order.
 
-    Example: 1,000 tokens of stores with weights 0.8 and 0.2 are 650 and 350
+    Args: read reads the text of some of the rows
     """
-    if tokens is None:
-        return [None] * len(mixture.parts)
-    evenly = 1 / len(mixture.parts)
-    return [max(1, int(tokens * (float(w) + evenly) / 2)) for w in mixture.weights]
+    sums = np.zeros((len(rows.pieces), columns))
+    turns = -(-len(rows) // (micro_batch * runtime.world_size))
+    hidden = None if show and runtime.is_rank0 else True  # None: show it on a terminal
+    mine = rows_of_rank(model, len(rows), micro_batch, runtime)
+    with evaluating(model):
+        for numbers in tqdm(mine, total=turns, unit="batch", disable=hidden, leave=False):
+            some = rows.select(numbers)
+            batch = read(some)
+            with runtime.autocast():
+                at, *values = measure(model, runtime, batch)
+            piece = torch.from_numpy(some.offsets[:-1, None]) + batch.doc_ids  # (B, T)
+            first, n = rows.offsets[numbers[0]], len(some.pieces)
+            sums[first : first + n] = sum_by_key(piece.flatten()[at], n, values)
+    return runtime.reduce(torch.from_numpy(sums)).numpy()
+
+
+def sum_by_key(key: np.ndarray | Tensor, keys: int, columns: Sequence) -> np.ndarray:
+    """Sum each column by key: (keys, columns)."""
+    return np.stack([np.bincount(key, column, keys) for column in columns], axis=1)
+
+
+def rows_of_rank(
+    model: nn.Module, count: int, micro_batch: int, runtime: Runtime
+) -> Iterator[np.ndarray]:
+    """Yield the numbers of this rank's rows, `micro_batch` at a time.
+
+    In the last round some ranks may have no rows. If the model is sharded, they run it on one
+    token, because its weights are gathered from all ranks.
+
+    Example: 10 rows, two ranks, 3 at a time: rank 0 has 0 1 2, then 6 7 8; rank 1 3 4 5, then 9
+    """
+    for turn in range(0, count, runtime.world_size * micro_batch):
+        first = turn + runtime.rank * micro_batch
+        if first < count:
+            yield np.arange(first, min(first + micro_batch, count))
+        elif is_sharded(model):
+            with torch.no_grad(), runtime.autocast():
+                model(torch.zeros(1, 1, dtype=torch.int64, device=runtime.device))
 
 
 # ---- the command
@@ -386,113 +335,43 @@ def tokens_of_each(mixture: Mixture, tokens: int | None) -> list[int | None]:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     runtime = start(args.device, "auto")
-    # check the files before loading the run
     file = args.by_document
-    if file and not file.parent.is_dir():
-        raise ValueError(f"--by-document {file}: there is no folder {file.parent}: create it")
-    questions = [tasks.read_task(file) for file in args.task or []]
+    if file and not file.parent.is_dir():  # before the run is loaded
+        raise ValueError(f"--by-document {file}: there is no folder {file.parent}")
     settings, model, state = load_run(args.run, args.checkpoint)
     model.to(runtime.device)
-    name = f"{args.run}, step {state['step']}"
-    said = {"run": args.run, "step": state["step"]}
-    if questions:
-        said["tasks"] = []
-        for result in task_results(questions, settings, model, runtime, args.rows):
-            said["tasks"].append(result)
-            if not args.json:
-                runtime.say(f"{name}: {tasks.result_in_words(result)}")
-    else:
-        result, text = score_text(args, settings, model, runtime)
-        said |= result.logged()
-        if not args.json:
-            runtime.say(f"{name}: {text}")
-    if args.json:
-        runtime.say(json.dumps(said, allow_nan=False))
-
-
-def score_text(
-    args: argparse.Namespace, settings: Config, model: Transformer, runtime: Runtime
-) -> tuple[HeldOut, str]:
-    """Evaluate held-out text; returns the result, and a description of it for the user."""
-    store = replace(settings.data, data=args.data or settings.data.data)
-    data = open_data(store, settings.model.model == "bert", runtime)
-    if args.by_document and isinstance(data.store, Mixture):
-        several = f"{data.store.path} names several: choose one with --data"
-        raise ValueError(f"--by-document is for one store, but {several}")
-    evaluation = Evaluation(data, settings.data.seq_len, nsp=settings.model.nsp, tokens=args.tokens)
+    data = open_data(replace(settings.data, data=args.data or settings.data.data), runtime)
+    task = task_of(settings, data.encoding)
+    evaluation = Evaluation(data, task, settings.data.seq_len, tokens=args.tokens)
+    if file and len(evaluation.parts) > 1:
+        raise ValueError(f"--by-document: {data.store.path} names several: choose one with --data")
     of_each = evaluation.documents(model, runtime, args.rows, show=True)
     result = evaluation.total(of_each)
     if not math.isfinite(result.val_loss):
         raise ValueError(f"{args.run}: the model's loss on this text is not finite")
-    masked = "masked " if data.special_ids else ""
+    runtime.say(f"{args.run}, step {state['step']}: held-out {result}, on {evaluation.description}")
+    masked = "masked " if settings.model.model == "bert" else ""
     size = f"{result.targets:,} {masked}tokens, {result.bytes:,} bytes"
-    text = f"held-out {result}, on {evaluation.text}"
-    text += f"\n{result.val_loss:.4f} nats per token, over {size}"
-    if args.by_document:
-        (documents,), (part,) = of_each, evaluation.parts
-        runtime.on_rank0(lambda: documents.save(args.by_document))
-        written = f"{len(documents.numbers):,} of {len(part.documents):,} documents"
-        text += f"\n{args.by_document}: {written}"
-        text += "" if part.is_whole else ", those with a piece among these tokens"
-    return result, text
-
-
-def task_results(
-    questions: list[tasks.Task],
-    settings: Config,
-    model: Transformer,
-    runtime: Runtime,
-    micro_batch: int,
-) -> Iterator[dict[str, str | float]]:
-    """Ask a GPT the questions of each task; yields each task's result, and its items per second."""
-    if settings.model.model == "bert":
-        raise ValueError("--task needs a GPT, but this run trained a BERT: name a run of a GPT")
-    encoding, seq_len = get_encoding(settings.data.tokenizer), settings.data.seq_len
-    # encode all tasks first, so that a mistake in the last file shows now, not in an hour
-    items_of_task = [tasks.items_of(task, encoding, seq_len) for task in questions]
-    for task, items in zip(questions, items_of_task, strict=True):
-        packed, began = pack_items(items, seq_len), time.perf_counter()
-        sums = sums_by_item(
-            tasks.answers, packed, model, runtime, columns=2, micro_batch=micro_batch, show=True
-        )
-        rate = len(items.spans) / (time.perf_counter() - began)
-        yield {**tasks.result_of(task, items, sums), "items_per_s": round(rate, 1)}
-
-
-def pack_items(items: tasks.Items, seq_len: int) -> PackedText:
-    rows = Rows.of(items.spans, seen=items.seen)
-    return pack_text(
-        rows, items.store.offsets, seq_len, partial(collate, items.store, seq_len=seq_len)
-    )
+    runtime.say(f"{result.val_loss:.4f} nats per token, over {size}")
+    if file:
+        scores, part = of_each[0], evaluation.parts[0]
+        runtime.on_rank0(lambda: scores.save(file))
+        which = "" if part.is_whole else ", those with a piece among these tokens"
+        written = f"{len(scores.numbers):,} of {len(part.documents):,} documents"
+        runtime.say(f"{file}: {written}{which}")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Read the command line.
-
-    Raises: ValueError, naming the flag, for one that has no effect with --task
-    """
     parser = Parser(prog="evaluate.py", description=__doc__.split("\n")[0])
     parser.add_argument("run", help="folder of the run")
     parser.add_argument("--checkpoint", default="last", help="last, best, or a path")
     parser.add_argument("--rows", type=count, default=16, help="rows per forward pass (16)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
-
-    text = parser.add_argument_group("bits per byte of text, the default")
-    text.add_argument("--data", help="another token store (default: the one the run trained on)")
-    text.add_argument("--tokens", type=count, help="about how many tokens (default: all)")
+    parser.add_argument("--data", help="another token store (default: the one the run trained on)")
+    parser.add_argument("--tokens", type=count, help="about how many tokens (default: all)")
     by_document = "also write the result of each document, one JSON object per line"
-    text.add_argument("--by-document", type=Path, metavar="FILE", help=by_document)
-
-    task = parser.add_argument_group("questions, for a GPT without further training")
-    task.add_argument("--task", nargs="+", metavar="FILE", help="JSON lines: see tasks.py")
-
-    args = parser.parse_args(argv)
-    of_text = {"--data": args.data, "--tokens": args.tokens, "--by-document": args.by_document}
-    given = [flag for flag, value in of_text.items() if value]
-    if args.task and given:
-        raise ValueError(f"{given[0]} has no effect with --task: leave out one of the two")
-    return args
+    parser.add_argument("--by-document", type=Path, metavar="FILE", help=by_document)
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

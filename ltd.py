@@ -5,7 +5,7 @@ row. The kept tokens go through the layer; the dropped tokens bypass it unchange
 training; when it reaches T, nothing is dropped any more. Evaluation never drops tokens.
 
 The model is not changed: it runs each block through a `run_block` function, and this file supplies
-one. Kept tokens carry their original positions and doc_ids with them (`TokenMeta.take_each`), so
+one. Kept tokens carry their original positions and doc_ids with them (`TokenMeta.of_kept`), so
 rotary angles, causal masks and the isolation of packed documents stay correct.
 
 In reading order: configuration, schedule, draw, layer, settings. The technique acts where the code
@@ -149,7 +149,7 @@ def draws(
     """
     T = batch.tokens.shape[1]
     layers = dropping_layers(ltd.layers, context.layers)
-    padding = None if batch.doc_ids is None else batch.doc_ids < 0
+    padding = None if batch.is_plain else batch.doc_ids < 0
     drawn = layers if ltd.mode == "random" else layers[:1]
     kept = draw(keep, context.bits("ltd", drawn, rows, T), padding)  # (layers or 1, B, K)
     return dict(zip(layers, kept.expand(len(layers), -1, -1), strict=True))
@@ -180,16 +180,13 @@ def drop_tokens(kept_in: dict[int, Tensor], inner: "BlockRunner") -> "BlockRunne
     Args: kept_in layer -> (B, K) positions; all other layers see every token
           inner   runs a block on the tokens it is given
     """
-    meta_of: dict[int, TokenMeta] = {}  # layer -> metadata of its kept tokens
 
     def run_block(layer: int, block: "Block", x: Tensor, meta: "TokenMeta") -> Tensor:
         run = partial(inner, layer, block)
         if layer not in kept_in:
             return run(x, meta)
-        if not meta_of:
-            metas = meta.take_each(list(kept_in.values()))
-            meta_of.update(zip(kept_in, metas, strict=True))
-        return run_kept(run, x, meta_of[layer], kept_in[layer])
+        kept = kept_in[layer]
+        return run_kept(run, x, meta.of_kept(kept), kept)
 
     return run_block
 

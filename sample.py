@@ -83,7 +83,8 @@ def generate(
     with evaluating(model):
         for _ in range(most):
             context = torch.tensor([tokens[-model.config.seq_len :]], device=device)  # (1, T)
-            best = model.logits(context)[0, -1, :allowed].topk(min(top_k, allowed))
+            last = model(context)[0, -1]  # (C,)
+            best = model.logits(last)[:allowed].topk(min(top_k, allowed))
             if temperature == 0:
                 drawn = best.indices[0]
             else:
@@ -113,7 +114,7 @@ def load_run(folder: str, which: str) -> tuple[config.Config, Transformer, dict]
     state = checkpoint.load(path)
     settings = config.build(state["config"], will_run=False)
     shape = config.transformer_config(settings, **state["model_size"])
-    model = Transformer(replace(shape, layers=len(running_layers(state))))
+    model = replace(shape, layers=len(running_layers(state))).build()
     model.load_state_dict(real_weights(state))
     return settings, model.eval(), state
 

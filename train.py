@@ -46,14 +46,14 @@ import pseudo
 import report
 import sample
 from config import Config
-from data import Data, open_data, shares_of
+from data import Data, open_data
 from evaluate import Evaluation
 from kernels.triton_here import why_not
-from model import BlockRunner, Transformer, run_plain, run_recomputed
+from model import Batch, BlockRunner, Transformer, run_plain, run_recomputed
 from offload import Offload, Placement, placement_for
-from plan import Plan, Step, announce, read_ahead
+from plan import Plan, Step, announce, read_ahead, spent
 from support.checkpoint import assign
-from support.clock import due, generator, seed_of
+from support.clock import StepContext, due, generator, seed_of
 from support.fsdp import shard, sync_gradients
 from support.optim import Optimizers, learning_rate
 from support.process import StopSignal, exit_cleanly, launcher, one_line
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     runtime.check_same({"commit": commit()} | made_by(runtime) | config.shared_by_ranks(settings))
     by_document = settings.pack.batch == "documents"
     micro_batch = micro_batch_rows(settings.optim, settings.data.seq_len, runtime, by_document)
-    data = open_data(settings.data, settings.model.model == "bert", runtime)
+    data = open_data(settings.data, runtime)
     with_tokenizer = replace(settings.data, tokenizer=data.encoding.name)
     settings = replace(settings, data=with_tokenizer)
     runtime.check_same({"the text of --data": data.store.meta["sha256"]})
@@ -104,7 +104,7 @@ def go(run: Run, data: Data, micro_batch: int) -> int:
     """
     s, runtime = run.settings, run.runtime
     shape = config.transformer_config(s, *run.size)
-    plan = Plan(s, data.store, data.special_ids, runtime, shape)
+    plan = Plan(s, data.store, config.task_of(s, data.encoding), runtime, shape)
     state = None
     if run.started:
         like = empty_model(shape)
@@ -162,21 +162,24 @@ def train(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> int:
     """
     s, runtime = run.settings, run.runtime
     evaluation, peak = held_out(s, data, s.run.eval_tokens), peak_flops(runtime)
+    has_noted = False
     with StopSignal() as stop, run.progress_bar() as bar:
         is_best = run.evaluation_due and run.evaluated(evaluate(run, trainer, evaluation))
         if is_best:
             run.save(trainer.state(), trainer.optimizers.named)
-        for step, waited_ms in read_ahead(plan, run.clock, runtime.device):
+        for step, waited_ms in read_ahead(plan, run.clock):
             began = time.perf_counter()
             if s.pseudo.on:
                 trainer = next_trainer(trainer, step, run.log)
             done = trainer.train_step(step)
             run.advance(step.after)
             ms = (time.perf_counter() - began) * 1e3 + waited_ms
-            if note := plan.first_note(step):
+            note = step.all.stage.note
+            if note and not has_noted:
                 runtime.say(f"--curriculum: {note}; see difficulty in log.jsonl")
+                has_noted = True
             rate = (step.after.flops - step.before.flops) / ms * 1e3
-            columns = done._asdict() | step.columns() | {"mfu": peak and round(rate / peak, 4)}
+            columns = done._asdict() | plan.columns(step) | {"mfu": peak and round(rate / peak, 4)}
             run.log_step(step.before, columns, bar, ms=ms, waited_ms=waited_ms)
             if runtime.on_any_rank(stop.number > 0):
                 run.save(trainer.state(), trainer.optimizers.named)
@@ -193,16 +196,17 @@ def evaluate(run: Run, trainer: "Trainer", evaluation: Evaluation, last: bool = 
     """Evaluate the model, log and print the result; returns bits per byte."""
     began, runtime = time.perf_counter(), run.runtime
     found = evaluation.run(trainer.model, runtime, trainer.micro_batch)
-    run.log_evaluation(found.logged(), last, ms=(time.perf_counter() - began) * 1e3)
+    run.log_evaluation(found.columns(), last, ms=(time.perf_counter() - began) * 1e3)
     if last:
-        runtime.say(f"held-out: {found}, on {evaluation.text}, full length, nothing dropped")
+        runtime.say(f"held-out: {found}, on {evaluation.description}, full length, nothing dropped")
     else:
-        runtime.say(f"step {run.clock.step}: held-out {found}, on {evaluation.text}")
+        runtime.say(f"step {run.clock.step}: held-out {found}, on {evaluation.description}")
     return found.val_bpb
 
 
 def held_out(settings: Config, data: Data, tokens: int | None) -> Evaluation:
-    return Evaluation(data, settings.data.seq_len, nsp=settings.model.nsp, tokens=tokens)
+    task = config.task_of(settings, data.encoding)
+    return Evaluation(data, task, settings.data.seq_len, tokens)
 
 
 def finish(run: Run, data: Data, plan: Plan, trainer: "Trainer", bar: tqdm) -> None:
@@ -210,7 +214,7 @@ def finish(run: Run, data: Data, plan: Plan, trainer: "Trainer", bar: tqdm) -> N
     s, runtime, model = run.settings, run.runtime, trainer.model
     bar.close()
     evaluate(run, trainer, held_out(s, data, s.run.final_eval_tokens), last=True)
-    runtime.say(plan.spent(run))
+    runtime.say(spent(plan, run))
     # With --fsdp every rank takes part, because the weights are gathered from all of them.
     if s.model.model == "gpt" and (runtime.is_rank0 or s.run.fsdp):
         random = generator(torch.device("cpu"), s.run.seed, "sample")
@@ -364,7 +368,7 @@ class Trainer:
         norm = self.optimizers.clip_gradients(s.optim.grad_clip)
         # Read both in one transfer, so that the host waits for a GPU only once a step.
         mean, norm = torch.stack((runtime.reduce(loss), norm.to(runtime.device))).tolist()
-        mean /= max(step.targets, 1)
+        mean /= max(step.divisor, 1)
         if not math.isfinite(mean):
             refuse_step(runtime, step.context.step, "loss", loss.item())
         if not math.isfinite(norm):
@@ -384,24 +388,20 @@ class Trainer:
         """
         s, runtime = self.settings, self.runtime
         B, T = step.batch.tokens.shape
-        rows = self.micro_batch * (s.data.seq_len // T)  # of a micro-batch: more if rows are short
+        size = self.micro_batch * (s.data.seq_len // T)  # rows of a micro-batch: more if short
+        scale = runtime.world_size / max(step.divisor, 1)  # turns DDP's mean into a sum
         total = torch.zeros((), device=runtime.device)
-        for first in range(0, B, rows):
-            part = step.part(slice(first, min(first + rows, B)))
-            is_last = first + rows >= B
+        for first in range(0, B, size):
+            part = slice(first, min(first + size, B))
+            batch, is_last = step.batch.rows(part), part.stop == B
             if s.model.dropout:
                 seed = seed_of(s.run.seed, "dropout", step.context.step, runtime.rank, first)
                 torch.manual_seed(seed)
             sync_gradients(self.wrapped, is_last)  # between ranks only once, with the last part
-            part = part.to(runtime.device)
+            run_block = block_runner(s, step.context, batch, step.row_numbers[part], self.offloaded)
             with runtime.autocast():
-                loss = self.wrapped(
-                    part.batch,
-                    run_block=block_runner(s, part, self.offloaded),
-                    shares=shares_of(part.batch, s.optim.loss_per == "document", part.of_answer),
-                    predicted=part.predicted,
-                )
-            scale = runtime.world_size / max(step.targets, 1)  # turns DDP's mean into a sum
+                x = self.wrapped(*batch.inputs, run_block=run_block)  # (B, T, C)
+                loss = self.model.loss(x, batch)
             with self.offloaded.around_backward(is_last) if self.offloaded else nullcontext():
                 (loss * scale).backward()
             total += loss.detach()
@@ -418,13 +418,19 @@ class Trainer:
         return state
 
 
-def block_runner(settings: Config, part: Step, offloaded: "Offload | None") -> BlockRunner:
+def block_runner(
+    settings: Config,
+    context: StepContext,
+    batch: Batch,
+    row_numbers: torch.Tensor,
+    offloaded: "Offload | None",
+) -> BlockRunner:
     """How the blocks of a micro-batch are run. Each technique wraps the one before it."""
     run_block = run_recomputed if settings.run.checkpoint_activations else run_plain
     if offloaded:
         run_block = offloaded.wrap_block(run_block)
     if settings.ltd.on:
-        run_block = ltd.wrap_block(run_block, settings.ltd, part.context, part.rows, part.batch)
+        run_block = ltd.wrap_block(run_block, settings.ltd, context, row_numbers, batch)
     return run_block
 
 

@@ -15,18 +15,14 @@ bf16 receives fp32 inputs.
 Papers: Rajbhandari et al., arXiv 1910.02054 (ZeRO, stage 3); Zhao et al., arXiv 2304.11277 (FSDP)
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from support.runtime import Runtime, group_of
-
-# Like `forward`, these are called from outside and need the weights outside the blocks.
-FORWARD_METHODS = ("hidden_states", "losses", "logits", "follows")
 
 
 def shard(model: nn.Module, runtime: Runtime) -> None:
@@ -50,7 +46,6 @@ def shard(model: nn.Module, runtime: Runtime) -> None:
         if next(block.parameters(), None) is not None:
             fully_shard(block, mesh=mesh, mp_policy=precision(runtime))
     fully_shard(model, mesh=mesh)
-    gather_around(model, FORWARD_METHODS)
 
 
 def precision(runtime: Runtime):  # -> MixedPrecisionPolicy
@@ -65,37 +60,6 @@ def precision(runtime: Runtime):  # -> MixedPrecisionPolicy
     if runtime.device.type == "cpu" or runtime.dtype == torch.float32:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(runtime.dtype, torch.float32, cast_forward_inputs=False)
-
-
-def gather_around(model: nn.Module, methods: Collection[str]) -> None:
-    """Make FSDP gather the weights outside the blocks for these methods, as it does for `forward`.
-
-    The methods call each other, and `forward` calls some of them. Only the outermost call may
-    gather and free: an inner one would free weights that the outer one needs in the backward pass.
-    """
-    from torch.distributed.fsdp import register_fsdp_forward_method
-
-    is_within = False
-
-    def outermost(plain: Callable, gathering: Callable) -> Callable:
-        @wraps(plain)
-        def call(*args, **more):
-            nonlocal is_within
-            if is_within:
-                return plain(*args, **more)
-            is_within = True
-            try:
-                return gathering(*args, **more)
-            finally:
-                is_within = False
-
-        return call
-
-    for name in methods:
-        plain = getattr(model, name)
-        register_fsdp_forward_method(model, name)
-        setattr(model, name, outermost(plain, getattr(model, name)))
-    model.forward = outermost(model.forward, model.forward)
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -166,7 +166,7 @@ class NothingDrawn(TorchFunctionMode):
 def empty_model(config: TransformerConfig) -> Transformer:
     """Make a model on the meta device, which has names and shapes but no memory for weights."""
     with torch.device("meta"), NothingDrawn():
-        return Transformer(config)
+        return config.build()
 
 
 def parameter_count(config: TransformerConfig) -> int:
@@ -205,27 +205,23 @@ def flops_of_step(
     *,
     filled: np.ndarray,
     squares: np.ndarray,
-    predicted: int | None = None,
+    targets: int,
 ) -> int:
     """Return the floating-point operations that a step needs, forward and backward, on all ranks.
 
     We assume that a layer that drops tokens keeps the same share of each document; padding is
-    dropped first. The head of --nsp, one C x C product per document, is not counted.
+    dropped first.
 
     Args:    seq_len         tokens of a row, with padding
              tokens_by_layer (L,) how many of them each layer sees
              filled          (R,) tokens of each row, without padding
              squares         (R,) the sum of the squared lengths of each row's documents
-             predicted       tokens that the head predicts, about 15 % for a BERT; None: all, as for
-                             a GPT
+             targets         how many of their tokens are predicted
     Example: 2 layers of width 4 and MLP 16, V 10, a causal row of 8, half of it in the second
              layer: 6 * 192 * (8 + 4) + 6 * 4 * (8 * 8 + 4 * 4) + 6 * 10 * 4 * 8 == 17664
     """
     C, rows = config.width, len(filled)
-    head = config.vocab_size * C
-    if config.kind == "bert":
-        head += C * C
-    flops = 6 * head * (rows * seq_len if predicted is None else predicted)
+    flops = config.head_flops(rows * seq_len, targets)
     for tokens, layers in Counter(tokens_by_layer).items():
         share = np.minimum(filled, tokens) / np.maximum(filled, 1)  # (R,) of each document
         pairs = round((squares * share**2).sum())

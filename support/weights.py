@@ -584,7 +584,7 @@ def initial_model(
 ) -> Transformer:
     """Make a model with the initial weights of this seed, or with those that --init names."""
     torch.manual_seed(seed_of(settings.run.seed, "weights"))
-    model, init = Transformer(config), settings.model.init
+    model, init = config.build(), settings.model.init
     left_out: list[str] = []
     if source := source_of(init):
         weights = real_weights(checkpoint.load(source.path))
