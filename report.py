@@ -8,30 +8,20 @@ How a step becomes a point in a chart: in step 7 of a run, --ltd lets the middle
 the 256 tokens of each row.
 
     1  log     {"event": "train", "step": 7, "consumed_tokens": 19712, "kept_tokens": 16, ...}
-               a line of log.jsonl, written by `Run.log_step` from `Step.columns` and `Done`
+               a line of log.jsonl, written by `Run.log_step` from `Plan.columns` and `Done`
     2  column  steps["consumed_tokens"][6] == 19712.0, steps["kept_tokens"][6] == 16.0
                read_run: an array for each field in COLUMNS and CHARTS, and for each difficulty
     3  curve   the point (19712, 16), in the colour of its recipe   curves_of
     4  chart   "Kept tokens of a row", against consumed tokens      charts_of, figure, plot
 
-A key of CHARTS is the field that its chart shows; a field that never changes gets no chart. These
-are special:
-
-    Training loss     loss, in bits per byte if all runs are GPTs with equal mean bytes per token;
-                      for a single run, together with its held-out loss
-    Held-out loss     val_bpb of the "eval" lines; for several runs also against real_tokens, flops
-                      and the sum of ms
-    Dropped           1 - layer_tokens / (--layers times all positions, including padding)
-    Difficulty ...    each field difficulty_... that all runs have
-    numbered marks    lines "stage", and lines "run" after the first
-
-To plot a field of your own, add a line to CHARTS.
+A key of CHARTS is the field that its chart shows; to plot a field of your own, add a line there. A
+field that never changes gets no chart. Training loss is in bits per byte if all runs are GPTs with
+equal mean bytes per token. Dropped is 1 - layer_tokens / (--layers times all positions).
 
 Runs whose settings differ only in the seed are one recipe: one row of numbers, with their mean and
-spread, and one colour. Two seeds that end at 1.92 and 1.96 bits per byte are shown as 1.940 (1.920
-to 1.960). A loss is reached where the line between two evaluations first crosses it: from 3.0 after
-100 tokens to 2.0 after 200, it reaches 2.5 after 150. Only logs are read: no model, data or
-checkpoint. report.html holds the frame of the page and its colours, for light and dark.
+spread, and one colour. A loss is reached where the line between two evaluations first crosses it:
+from 3.0 after 100 tokens to 2.0 after 200, it reaches 2.5 after 150. Only logs are read: no model,
+data or checkpoint. report.html holds the frame of the page and its colours, for light and dark.
 """
 
 import math
@@ -48,6 +38,7 @@ from typing import NamedTuple
 import numpy as np
 
 import config
+import pseudo
 from support.process import Parser, exit_cleanly
 from support.run import read_log
 from support.settings import PREFIXES, duration, flattened, real_number, settings_of, several, short
@@ -148,10 +139,13 @@ def recipes_of(logs: Sequence[RunLog]) -> dict[str, list[RunLog]]:
     """Group runs whose settings differ only in the seed, in the order of their first runs."""
     groups: dict[str, list[RunLog]] = {}
     for log in logs:
-        own = sorted((name, str(v)) for name, v in log.settings.items() if name not in SEEDS)
-        groups.setdefault(str(own), []).append(log)
-    more = [f" and {len(runs) - 1} more" * (len(runs) > 1) for runs in groups.values()]
-    return {f"{runs[0].folder}{m}": runs for runs, m in zip(groups.values(), more, strict=True)}
+        recipe = sorted((name, str(v)) for name, v in log.settings.items() if name not in SEEDS)
+        groups.setdefault(str(recipe), []).append(log)
+    recipes = {}
+    for runs in groups.values():
+        others = f" and {len(runs) - 1} more" if len(runs) > 1 else ""
+        recipes[f"{runs[0].folder}{others}"] = runs
+    return recipes
 
 
 def cost_to_reach(log: RunLog, loss: float) -> dict[str, float] | None:
@@ -208,7 +202,7 @@ def plot(
           x_ticks ticks of the horizontal axis, which then starts at the first; else it starts at 0
     """
     bottom, right = size[1] - BOTTOM, size[0] - RIGHT
-    xs, ys = (np.concatenate([curve[field] for curve in curves]) for field in (1, 2))
+    xs, ys = np.concatenate([c.x for c in curves]), np.concatenate([c.y for c in curves])
     low, high = min(0.0, ys.min()) if from_zero else ys.min(), min(ys.max(), highest)
     room = 0.06 * ((high - low) or abs(high) or 1)
     x_ends = (x_ticks[0][0] if x_ticks else 0.0, xs.max() or 1.0)
@@ -218,8 +212,12 @@ def plot(
         """Convert values to SVG units; values beyond an axis are moved to its end."""
         return np.interp(x, x_ends, (LEFT, right)), np.interp(y, y_ends, (bottom, TOP))
 
-    line = '<line class="{}" x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}"/>'.format
-    text = '<text class="{}" x="{:.1f}" y="{:.1f}">{}</text>'.format
+    def line(look: str, x1: float, y1: float, x2: float, y2: float) -> str:
+        return f'<line class="{look}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
+
+    def text(look: str, x: float, y: float, content: object) -> str:
+        return f'<text class="{look}" x="{x:.1f}" y="{y:.1f}">{content}</text>'
+
     box = f'viewBox="0 0 {size[0]} {size[1]}"'
     parts = [f'<svg class="chart" width="{size[0]}" height="{size[1]}" {box}>']
     for tick, number in ticks(*y_ends):
@@ -232,12 +230,13 @@ def plot(
         x, _ = place(mark, 0)
         parts += [line("mark", x, bottom, x, TOP), text("x", x, TOP - 4, number)]
     for curve in curves:
-        points = [f"{x:.1f},{y:.1f}" for x, y in zip(*place(curve.x, curve.y), strict=True)]
+        points = list(zip(*place(curve.x, curve.y), strict=True))
         ends = f"{curve.label}: from {curve.y[0]:.4g} to {curve.y[-1]:.4g}"
         parts.append(f'<g class="{curve.look}"><title>{escape(ends)}</title>')
-        parts.append(f'<polyline points="{" ".join(points)}"/>')
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        parts.append(f'<polyline points="{path}"/>')
         if curve.kind == "dots" or len(points) == 1:  # one point makes no line
-            parts += ['<circle cx="{}" cy="{}" r="3"/>'.format(*p.split(",")) for p in points]
+            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in points]
         parts.append("</g>")
     return "\n".join([*parts, "</svg>"])
 
@@ -314,7 +313,7 @@ def figure(title: str, unit: str, curves: list[Curve], x_unit: str, **look: obje
         return ""
     looks = {curve.label: curve.look for curve in curves}
     keys = [f'<span><b class="{look}">━</b> {escape(name)}</span>' for name, look in looks.items()]
-    legend = f"<div>{' '.join(keys)}</div>" * (len(keys) > 1)
+    legend = f"<div>{' '.join(keys)}</div>" if len(keys) > 1 else ""
     drawn = plot(curves, x_unit, **look)
     return f"<figure><figcaption><b>{title}</b> {unit}{legend}</figcaption>{drawn}</figure>"
 
@@ -377,7 +376,7 @@ def facts(logs: list[RunLog]) -> dict[str, str]:
     settings, ended = logs[0].settings, [log for log in logs if log.final]
     evals = [(log, log.final or log.on_the_way[-1]) for log in ended or logs if log.lines["eval"]]
     texts = {log.text_of(line) for log, line in evals}
-    text = texts.pop() if len(texts) == 1 else "on different texts" * bool(texts)
+    text = "on different texts" if len(texts) > 1 else "".join(texts)
     loss = with_seeds([line["val_bpb"] for _, line in evals], 3)
     mean = {name: statistics.mean(log.at(name) for log in logs) for name in logs[0].steps}
     positions, seconds = (mean[name] or math.nan for name in ("positions", "seconds"))
@@ -385,10 +384,11 @@ def facts(logs: list[RunLog]) -> dict[str, str]:
     state = f"{min(mean[AXIS] / settings['optim.tokens'], 1):.0%} of its budget"
     state = "finished" if len(ended) == len(logs) else state
     torn = sum(len(log.lines["torn"]) for log in logs)
-    damaged = f", without {several(torn, 'damaged line')} of the log" * (torn > 0)
+    damaged = f", without {several(torn, 'damaged line')} of the log" if torn else ""
+    at_the_end = "at the end " if ended else ""
     rate = f"{short(mean['real_tokens'] / seconds)} raw tokens per second"
     return {
-        "Held-out loss": cell(loss, f"bits per byte {'at the end ' * bool(ended)}{text}"),
+        "Held-out loss": cell(loss, f"bits per byte {at_the_end}{text}"),
         "Dropped": cell(f"{dropped:.1%}", "of layer-tokens"),
         "Padding": cell(f"{1 - mean['real_tokens'] / positions:.1%}", "of positions"),
         "Progress": cell(state, f"step {mean['step']:,.0f}{damaged}"),
@@ -401,16 +401,17 @@ def facts(logs: list[RunLog]) -> dict[str, str]:
 
 def costs(logs: list[RunLog], first: list[RunLog], loss: float) -> dict[str, str]:
     """Return what a recipe's runs spent to reach a loss, relative to the first recipe's mean."""
-    own, base = ([c for log in runs if (c := cost_to_reach(log, loss))] for runs in (logs, first))
-    cells = {"reached": f"{len(own)} of {len(logs)}"}
+    reached = [cost for log in logs if (cost := cost_to_reach(log, loss))]
+    base = [cost for log in first if (cost := cost_to_reach(log, loss))]
+    cells = {"reached": f"{len(reached)} of {len(logs)}"}
     for unit, name in UNITS.items():
         mean = statistics.mean(cost[unit] for cost in base) if base else math.nan
-        spent = [cost[unit] for cost in own]
+        spent = [cost[unit] for cost in reached]
         ratio = with_seeds([value / mean for value in spent if base], 2)
         words = duration if unit == "seconds" else short
-        below = any(log.on_the_way[0]["val_bpb"] < loss for log in logs if log.on_the_way)
-        ratio = f"≤ {ratio}" if below else ratio
-        cells[name] = cell(ratio, words(statistics.mean(spent)) if own else "not reached")
+        if any(log.on_the_way[0]["val_bpb"] < loss for log in logs if log.on_the_way):
+            ratio = f"≤ {ratio}"
+        cells[name] = cell(ratio, words(statistics.mean(spent)) if spent else "not reached")
     return cells
 
 
@@ -418,8 +419,8 @@ def events_of(log: RunLog) -> list[tuple[int, str]]:
     """List the steps after which a run was resumed, or --pseudo changed its model."""
     events = [(s["resumed_at"], f"resumed with commit {s['commit']}") for s in log.lines["run"][1:]]
     for line in log.lines["stage"]:
-        used = " ".join("." if owner < 0 else str(owner) for owner in line["owners"])
-        events.append((line["step"], f"--pseudo: layers use the weights of {used}"))
+        layers = pseudo.owners_in_words(line["owners"])
+        events.append((line["step"], f"--pseudo: layers use the weights of {layers}"))
     return sorted(events)
 
 
