@@ -1,15 +1,21 @@
 """Packed attention on a CPU: documents of similar length form a batch for torch's attention.
 
-If most documents are as long as their neighbours, for example because each fills its row, tokens
-are not moved: adjacent documents of equal length are a view (documents, length, heads, head width),
-which needs no mask, causal or not. Otherwise tokens are reordered so that documents of similar
-length are adjacent, and each document is padded to the next of about twenty lengths. In causal
-attention no token sees the padding after its document; otherwise a mask on the keys hides it. The
-layout is computed once per batch, for all layers and the backward pass.
+Two rows of 32 with documents of 15, 14, 16 and 13 tokens and 6 of padding, in steps of 2 tokens:
 
-There should be few calls of torch's attention, because threads wait for each other in each. 43
-calls, one for each length in 16 rows of 256, took 1.15 of the dense mask's time on two threads; 13
-calls take as long as the mask (not recorded).
+    rows     a a a a a a a a a a a a a a a b b b b b b b b b b b b b b - - -
+             c c c c c c c c c c c c c c c c d d d d d d d d d d d d d - - -
+    slots    documents of one rounded length side by side: b. and d. have 14, a. and c have 16
+    calls    (2, 14), (2, 16): two calls of torch's attention, without a mask if it is causal,
+             because no token sees the blank slots that follow its document
+
+If most documents are as long as their neighbours, for example because each fills its row, tokens
+are not moved: adjacent documents of equal length are a view (documents, length, heads, head width).
+The layout is computed once per batch, for all layers and the backward pass. There should be few
+calls, because threads wait for each other in each: 43 calls, one for each length in 16 rows of 256,
+took 1.15 of the dense mask's time on two threads, 13 calls as long as the mask.
+
+In reading order: the layout of a batch and what it costs; attention forward and backward, call by
+call; the copies between rows and slots.
 
     OMP_NUM_THREADS=2 python bench/operators.py attention
 """
@@ -89,9 +95,9 @@ def rounded_up(lengths: Tensor, T: int) -> Tensor:
 
 
 # Costs, in units of one score under a dense mask, which takes 13 ns with nano's heads, forward and
-# backward. They were fitted to times in rows of 256 and 512, with real documents and with 2 to 17
-# random ones per row (two threads, causal, not recorded). For longer rows they are too high,
-# because torch skips the keys after a query there if it has no mask.
+# backward. They were fitted by hand to times in rows of 256 and 512, with real documents and with 2
+# to 17 random ones per row (two threads, causal). For longer rows they are too high, because torch
+# skips the keys after a query there if it has no mask.
 CALL = 15_000
 MOVED_SLOT = 45
 SLOT, SCORE = 30, 0.87  # in torch's attention without a mask
@@ -107,6 +113,44 @@ def is_faster(doc_ids: Tensor, calls: Tensor) -> bool:
     return work + CALL * count + MOVED_SLOT * moved < B * T * T
 
 
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, slots: Tensor, calls: Tensor, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the output (B, T, H, D), and each query's log-sum-exp (B * T, H)."""
+    batch = Calls.of(slots, calls, q.shape[0] * q.shape[1])
+    out, lse = [], []
+    inputs = (batch.gather(x) for x in (q, k, v))
+    masks = batch.masks(causal, q.dtype)
+    for (_, length), mask, *parts in zip(batch.sizes, masks, *inputs, strict=True):
+        if length:
+            call_out, call_lse = attention(*parts, 0.0, causal, attn_mask=mask)
+        else:
+            call_out = parts[0].new_zeros(parts[0].shape)
+            call_lse = call_out[..., 0].to(torch.promote_types(q.dtype, torch.float32))
+        out.append(call_out)
+        lse.append(call_lse)
+    return batch.scatter(out).view(q.shape), batch.scatter(lse)
+
+
+def backward(dout: Tensor, saved: Sequence[Tensor], causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, (B, T, H, D) each.
+
+    Args: saved q, k, v, output and log-sum-exp of the forward pass, slots, calls
+    """
+    q, k, v, out, lse, slots, calls = saved
+    batch = Calls.of(slots, calls, q.shape[0] * q.shape[1])
+    gradients = []
+    inputs = (batch.gather(x) for x in (q, k, v, out, lse))
+    douts, masks = batch.gather_gradient(dout), batch.masks(causal, q.dtype)
+    for (_, length), mask, *parts in zip(batch.sizes, masks, douts, *inputs, strict=True):
+        if length:
+            gradients.append(attention_backward(*parts, 0.0, causal, attn_mask=mask))
+        else:
+            gradients.append(3 * [parts[0].new_zeros(parts[0].shape)])
+    dq, dk, dv = (batch.scatter(each).view(q.shape) for each in zip(*gradients, strict=True))
+    return dq, dk, dv
+
+
 class Calls(NamedTuple):
     sizes: list[list[int]]  # for each call, its number of slots and the length of its documents
     token: Tensor | None  # (S,) token of each slot; None if tokens are not moved
@@ -119,7 +163,7 @@ class Calls(NamedTuple):
         token, blank = (slots[0, :S], slots[2, :S]) if S else (None, slots[2, :tokens])
         return cls(calls[1 : 1 + count].tolist(), token, slots[1, :tokens], blank)
 
-    def lay_out(self, x: Tensor) -> list[Tensor]:
+    def gather(self, x: Tensor) -> list[Tensor]:
         """(B, T, H, D) or (B * T, H) -> (documents, H, length, ...) for each call
 
         All padding of a call counts as one document.
@@ -128,21 +172,21 @@ class Calls(NamedTuple):
             if x.stride(3) != 1:  # torch's operator would silently give a wrong result
                 x = x.contiguous()
             x = x.flatten(0, 1)
-        return self.parts(x if self.token is None else x.index_select(0, self.token))
+        return self.split(x if self.token is None else x.index_select(0, self.token))
 
-    def parts(self, x: Tensor) -> list[Tensor]:
+    def split(self, x: Tensor) -> list[Tensor]:
         rest, slots = x.shape[1:], [slots for slots, _ in self.sizes]
         return [
             part.view(-1, length or count, *rest).transpose(1, 2)
             for part, (count, length) in zip(x.split(slots), self.sizes, strict=True)
         ]
 
-    def lay_out_gradient(self, dout: Tensor) -> list[Tensor]:
-        """Like `lay_out`, but for the gradient from above, with zeros in blank slots."""
+    def gather_gradient(self, dout: Tensor) -> list[Tensor]:
+        """Like `gather`, but for the gradient from above, with zeros in blank slots."""
         if self.token is None:
-            return self.lay_out(dout)
+            return self.gather(dout)
         x = dout.flatten(0, 1).index_select(0, self.token)
-        return self.parts(x.index_fill_(0, self.blank.nonzero()[:, 0], 0))
+        return self.split(x.index_fill_(0, self.blank.nonzero()[:, 0], 0))
 
     def masks(self, causal: bool, dtype: torch.dtype) -> list[Tensor | None]:
         """Return what each call adds to its scores: None, or (documents, 1, 1, length).
@@ -153,48 +197,10 @@ class Calls(NamedTuple):
             return [None] * len(self.sizes)
         added = torch.zeros(len(self.blank), 1, 1, dtype=dtype)
         added.masked_fill_(self.blank.bool()[:, None, None], -torch.inf)
-        return [part.transpose(2, 3) for part in self.parts(added)]
+        return [part.transpose(2, 3) for part in self.split(added)]
 
-    def put_back(self, parts: Sequence[Tensor]) -> Tensor:
+    def scatter(self, parts: Sequence[Tensor]) -> Tensor:
         """(documents, H, length, ...) of each call -> (B * T, H, ...), in the order of the rows"""
         flat = [part.transpose(1, 2).flatten(0, 1) for part in parts]
         x = flat[0] if len(flat) == 1 else torch.cat(flat)
         return x if self.token is None else x.index_select(0, self.slot)
-
-
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, slots: Tensor, calls: Tensor, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the output (B, T, H, D), and each query's log-sum-exp (B * T, H)."""
-    batch = Calls.of(slots, calls, q.shape[0] * q.shape[1])
-    out, lse = [], []
-    inputs = (batch.lay_out(x) for x in (q, k, v))
-    masks = batch.masks(causal, q.dtype)
-    for (_, length), mask, *parts in zip(batch.sizes, masks, *inputs, strict=True):
-        if length:
-            call_out, call_lse = attention(*parts, 0.0, causal, attn_mask=mask)
-        else:
-            call_out = parts[0].new_zeros(parts[0].shape)
-            call_lse = call_out[..., 0].to(torch.promote_types(q.dtype, torch.float32))
-        out.append(call_out)
-        lse.append(call_lse)
-    return batch.put_back(out).view(q.shape), batch.put_back(lse)
-
-
-def backward(dout: Tensor, saved: Sequence[Tensor], causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, (B, T, H, D) each.
-
-    Args: saved q, k, v, output and log-sum-exp of the forward pass, slots, calls
-    """
-    q, k, v, out, lse, slots, calls = saved
-    batch = Calls.of(slots, calls, q.shape[0] * q.shape[1])
-    gradients = []
-    inputs = (batch.lay_out(x) for x in (q, k, v, out, lse))
-    douts, masks = batch.lay_out_gradient(dout), batch.masks(causal, q.dtype)
-    for (_, length), mask, *parts in zip(batch.sizes, masks, douts, *inputs, strict=True):
-        if length:
-            gradients.append(attention_backward(*parts, 0.0, causal, attn_mask=mask))
-        else:
-            gradients.append(3 * [parts[0].new_zeros(parts[0].shape)])
-    dq, dk, dv = (batch.put_back(each).view(q.shape) for each in zip(*gradients, strict=True))
-    return dq, dk, dv
