@@ -100,7 +100,6 @@ class ModelConfig:
     dropout: float = flag(0.0, "share of activations zeroed in training", least=0, below=1)
     nsp: bool = flag(False, "BERT also learns whether two texts follow each other")
     init: str | None = flag(None, "start from the weights of a run, or of GPT-2, BERT or Llama")
-    init_ignore: str | None = flag(None, "unknown keys of --init's config.json to accept")
 
 
 def with_defaults(settings: Flat) -> Flat:

@@ -425,7 +425,7 @@ UNSUPPORTED = [
     (LLAMA | {"rope_parameters": {"type": "llama3"}}, "only llama3 with factor, low_freq"),
     (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "has partial_rotary_factor"),
     (GPT2 | {"scale_attn_weights": False}, "has scale_attn_weights False, but only True"),
-    (GPT2 | {"moe": 1, "alibi": 1}, "alibi,moe; .* --init-ignore alibi,moe"),
+    (GPT2 | {"moe": 1, "alibi": 1}, "unknown keys in config.json: alibi, moe; "),
     (GPT2 | {"activation_function": "relu"}, r"activation must be gelu_new or gelu, got relu"),
     (LLAMA | {"rope_scaling": {"type": "yarn"}} | OTHER_ROPE, "scales rotary angles as yarn"),
     (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx True, but only F"),
@@ -445,22 +445,19 @@ def folder_of(said: dict, tmp_path) -> str:
     return str(tmp_path)
 
 
-def test_missing_keys_have_published_defaults_and_unknown_ones_can_be_ignored(tmp_path):
-    def settings(said: dict, flags: str = "") -> config.Config:
-        argv = ["--init", folder_of(said, tmp_path), *flags.split()]
-        return config.parse_or_resume(argv)[0]
+def test_missing_keys_have_published_defaults(tmp_path):
+    def settings(said: dict) -> config.Config:
+        return config.parse_or_resume(["--init", folder_of(said, tmp_path)])[0]
 
     llama = settings(LLAMA)
     assert (llama.model.rope_theta, llama.model.tied, llama.model.kv_heads) == (1e4, False, 4)
     assert (llama.data.seq_len, llama.model.mlp_width) == (2048, 11008)
     assert settings(LLAMA | {"max_position_embeddings": 131072}).data.seq_len == 2048
     assert settings({"model_type": "gpt2"}).model.layers == 12
-    odd = GPT2 | {"alibi": None, "use_moe": 1, "n_positions": 48}
-    gpt2 = settings(odd, "--init-ignore use_moe")
+    gpt2 = settings(GPT2 | {"alibi": None, "n_positions": 48})
     assert (gpt2.data.seq_len, gpt2.optim.batch_tokens, gpt2.model.tied) == (48, 8160, True)
-    problem = "has scale_attn_weights False"  # known keys cannot be ignored
-    flags = "--init-ignore use_moe,scale_attn_weights"
-    assert problem in refusal(settings, odd | {"scale_attn_weights": False}, flags)
+    problem = "has scale_attn_weights False"
+    assert problem in refusal(settings, GPT2 | {"scale_attn_weights": False})
 
 
 @pytest.mark.parametrize("name", ["GPT2Config", "BertConfig", "LlamaConfig"])
