@@ -48,7 +48,7 @@ from tqdm import tqdm
 
 import prepare
 from curriculum import LENGTHS, Ranking, Rankings
-from data import KINDS, SPECIAL_TOKENS, Samples
+from data import ADDED_TOKENS, KINDS, Samples
 from support import process, runtime
 from support.runtime import Runtime
 from support.settings import count
@@ -146,7 +146,7 @@ def check_metrics(
                 " or choose rarity"
             )
         if name == "seqlen-reshape" and samples_kind != "rows":
-            instead = "seqlen and --pack" if samples_kind in SPECIAL_TOKENS else "seqlen"
+            instead = "seqlen and --pack" if samples_kind in ADDED_TOKENS else "seqlen"
             raise ValueError(f"{flag} {name} is for full rows of the stream: use {instead}")
     if len(set(names)) < len(names) or set(LENGTHS) <= set(names):
         raise ValueError(f"{flag} {','.join(names)}: name one length metric, and each only once")
@@ -535,7 +535,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--examples", action="store_true", help="print an easy and a hard sample")
     args = parser.parse_args(argv)
     names = args.metric.split(",")
-    least = SPECIAL_TOKENS.get(args.samples, 0) + 1
+    least = ADDED_TOKENS.get(args.samples, 0) + 1
     if not least <= args.seq_len < 2**31:
         raise ValueError(f"--seq-len {args.seq_len}: choose {least} to 2^31 - 1 tokens")
     check_metrics(names, args.seq_len, args.samples, flag="--metric")

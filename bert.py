@@ -34,8 +34,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data import (
+    ADDED_TOKENS,
     PIECE,
-    SPECIAL_TOKENS,
     Rows,
     Samples,
     as_pieces,
@@ -118,7 +118,7 @@ class BertTask:
         """Mask tokens, and set the answers of pairs as targets of their [CLS]."""
         B, T, are_pairs = len(rows), seq_len, rows.pieces.dtype == PAIR
         start = rows.pieces["start"]
-        lengths = rows.lengths + SPECIAL_TOKENS["pairs" if are_pairs else "bert"]
+        lengths = rows.lengths + ADDED_TOKENS["pairs" if are_pairs else "bert"]
         piece, position, at = scatter(rows, lengths, T)
         is_cls, is_sep = position == 0, position == lengths[piece] - 1
         place = start[piece] + position - 1  # in the store

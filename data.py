@@ -71,7 +71,7 @@ def open_data(config: DataConfig, runtime: Runtime) -> Data:
 
 KINDS = ("pieces", "rows", "bert", "pairs")
 SPLITS = {"train": "training", "val": "held-out"}  # their names in messages
-SPECIAL_TOKENS = {"bert": 2, "pairs": 3}  # [CLS] and [SEP]s around a BERT's piece
+ADDED_TOKENS = {"bert": 2, "pairs": 3}  # [CLS] and [SEP]s around a BERT's piece
 IN_MEMORY = 1 << 20  # samples; above this, spans are in a file that all processes share
 DOCUMENTS_AT_ONCE = 1 << 18  # documents cut into samples at a time
 
@@ -105,8 +105,8 @@ class Samples:
 
     def __init__(self, store: Store, kind: str, seq_len: int, split: str = "train"):
         self.store, self.kind, self.seq_len, self.split = store, kind, seq_len, split
-        self.without_eot = kind in SPECIAL_TOKENS
-        self.special_tokens = SPECIAL_TOKENS.get(kind, 0)
+        self.without_eot = kind in ADDED_TOKENS
+        self.special_tokens = ADDED_TOKENS.get(kind, 0)
         self.max_piece_len = seq_len - self.special_tokens
         n, N = store.meta["train_documents"], len(store.offsets) - 1
         self.documents = {"train": range(n), "val": range(n, N)}[split]

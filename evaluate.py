@@ -35,9 +35,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from config import Task, task_of
-from data import SPECIAL_TOKENS, Data, Rows, Samples, as_pieces, cut, open_data
+from data import ADDED_TOKENS, Data, Rows, Samples, as_pieces, cut, open_data
 from kernels.cross_entropy import IGNORE
-from mixture import parts_of
+from mixture import stores_of
 from model import Batch
 from packing import pack_lengths
 from sample import load_run
@@ -136,7 +136,7 @@ class Evaluation:
 
     def __init__(self, data: Data, task: Task, seq_len: int, tokens: int | None = None):
         self.task, self.seq_len, self.byte_lengths = task, seq_len, data.byte_lengths
-        parts = parts_of(data.store)
+        parts = stores_of(data.store)
         self.parts: list[HeldOutText] = []
         for name, store, weight in parts:
             # half evenly and half by weight: so a store with a small weight still counts
@@ -161,7 +161,7 @@ class Evaluation:
 
         spans, pairs = samples.random_spans(tokens or samples.tokens), None
         if self.task.nsp:
-            special_tokens = SPECIAL_TOKENS["pairs"]
+            special_tokens = ADDED_TOKENS["pairs"]
             halves = cut(spans, self.seq_len - special_tokens)
             pairs = pack(self.task.pieces(halves, "evaluation"), special_tokens)
         is_whole = len(spans) == len(samples)
@@ -213,7 +213,7 @@ class Evaluation:
                 )
             right = pairs = 0
             if part.pairs:
-                right, pairs = sums(right_answers, 2, part.pairs.rows).sum(axis=0)
+                right, pairs = sums(pair_scores, 2, part.pairs.rows).sum(axis=0)
             chosen = np.arange(len(part.documents)) if part.is_whole else np.unique(numbers)
             scores = DocumentScores(
                 numbers=chosen + part.documents.start,
@@ -265,7 +265,7 @@ class Evaluation:
 Measure = Callable[[nn.Module, Runtime, Batch], tuple[Tensor, ...]]
 
 
-def right_answers(model: nn.Module, runtime: Runtime, batch: Batch) -> tuple[Tensor, ...]:
+def pair_scores(model: nn.Module, runtime: Runtime, batch: Batch) -> tuple[Tensor, ...]:
     """Measure each pair: 1 if a BERT is right about it, else 0; and 1 to count it."""
     on_device = batch.to(runtime.device)
     right = model.right_answers(model(*on_device.inputs), on_device).cpu()

@@ -122,7 +122,7 @@ class Mixture:
 AnyStore = Store | Mixture
 
 
-def parts_of(store: AnyStore) -> list[tuple[str, Store, float]]:
+def stores_of(store: AnyStore) -> list[tuple[str, Store, float]]:
     """Return the name, store and weight of each part; a single store is its only part."""
     if isinstance(store, Store):
         return [(store.path.name, store, 1.0)]
