@@ -18,7 +18,7 @@ head of a technique's file lists where else it acts.
     python config.py                    # the table of flags, as docs/flags.md shows it
 """
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -65,7 +65,7 @@ class Config(Settings):
     offload: OffloadConfig = field(default_factory=OffloadConfig)
 
 
-TECHNIQUES = [group.name for group in fields(Config) if group not in fields(Settings)]
+TECHNIQUES = ("curriculum", "ltd", "pack", "pseudo", "offload")
 
 
 def parse(argv: list[str]) -> Flat:
@@ -90,8 +90,7 @@ def parse_or_resume(argv: list[str]) -> tuple[Config, Started | None]:
     larger = given.get("optim.tokens", budget)
     if larger < budget:
         raise ValueError(
-            f"--tokens {larger} is less than the {budget} tokens of the run in {folder}: --resume"
-            " can extend a run, not shorten it"
+            f"--tokens {larger} is less than the {budget} tokens of the run in {folder}"
         )
     saved = started.config | {"optim.tokens": larger}
     return build(resumed(saved, given), file=f"{folder}/config.json"), started
@@ -108,7 +107,7 @@ def resumed(saved: Flat, given: Flat) -> Flat:
             before = as_given(setting.flag, saved.get(name))
             raise ValueError(
                 f"{as_given(setting.flag, value)} differs from {before}, with which the run was"
-                " started: leave it out, or start a new run with another --out"
+                " started: start a new run with another --out"
             )
     # when a technique is switched off now, drop its other settings too
     off = tuple(n.removesuffix("on") for n, v in given.items() if n.endswith(".on") and not v)
@@ -192,57 +191,46 @@ def transformer_config(
 
 def check(config: Config) -> None:
     """Raise ValueError for a value or combination that cannot work, before allocating memory."""
-    m, optim, seq_len = config.model, config.optim, config.data.seq_len
-    size = SIZES[m.size]
-    batch_tokens, tokens, warmup = optim.batch_tokens, optim.tokens, optim.warmup_tokens
-    below = batch_tokens // seq_len * seq_len
-    choices = f"{below} or {below + seq_len}" if below else f"{seq_len}"
-    ranked = [name for name in config.curriculum.metrics if name not in (*LENGTHS, "none")]
-    mixes = bool(config.data.data and entries_of(config.data.data))
-    instead = "and --data names several: prepare their texts as one store, or"
-    for refused, message in (
-        (
-            seq_len > size.seq_len and m.pos == "learned" and m.init is None,
-            f"--seq-len {seq_len} is more than the {size.seq_len} positions of --size {m.size}:"
-            " choose less, or --pos rope",
-        ),
-        (
-            batch_tokens % seq_len != 0,
+    model, optim, seq_len = config.model, config.optim, config.data.seq_len
+    size, batch_tokens, tokens = SIZES[model.size], optim.batch_tokens, optim.tokens
+    if seq_len > size.seq_len and model.pos == "learned" and model.init is None:
+        raise ValueError(
+            f"--seq-len {seq_len} is more than the {size.seq_len} positions of --size {model.size}:"
+            " choose less, or --pos rope"
+        )
+    if batch_tokens % seq_len:
+        raise ValueError(
             f"--batch-tokens {batch_tokens} is not a multiple of --seq-len {seq_len}: choose"
-            f" {choices}",
-        ),
-        (
-            config.run.wandb and find_spec("wandb") is None,
-            "--wandb needs the package wandb: pip install -e '.[wandb]'",
-        ),
-        (
-            mixes and bool(ranked),
-            f"--curriculum {','.join(ranked)} sorts the samples of one store, {instead} use"
-            " --curriculum seqlen",
-        ),
-        (mixes and m.nsp, f"--nsp pairs the texts of one store, {instead} leave out --nsp"),
-        (m.nsp and m.model != "bert", "--nsp needs a BERT: add --model bert"),
-        (
-            m.nsp and config.pack.batch != "rows" and batch_tokens < 2 * seq_len,
-            f"--nsp pairs texts of the same step, and --batch-tokens {batch_tokens} is one row:"
-            f" choose {2 * seq_len} or more",
-        ),
-        (
-            m.size.startswith("bert") and m.model != "bert",
-            f"--size {m.size} is a BERT: add --model bert, or choose a GPT's size",
-        ),
-        (
-            batch_tokens > max(tokens, size.batch_tokens),
-            f"--batch-tokens {batch_tokens} is more than the whole run: choose at most {tokens},"
-            " the value of --tokens",
-        ),
-        (warmup >= tokens, f"--warmup-tokens {warmup} must be below --tokens {tokens}"),
-    ):
-        if refused:
-            raise ValueError(message)
+            f" {max(batch_tokens // seq_len, 1) * seq_len}"
+        )
+    if batch_tokens > max(tokens, size.batch_tokens):
+        raise ValueError(f"--batch-tokens {batch_tokens} must be at most --tokens {tokens}")
+    if optim.warmup_tokens >= tokens:
+        raise ValueError(f"--warmup-tokens {optim.warmup_tokens} must be below --tokens {tokens}")
+    if model.size.startswith("bert") and model.model != "bert":
+        raise ValueError(f"--size {model.size} is a BERT: add --model bert, or choose a GPT's size")
+    if config.run.wandb and find_spec("wandb") is None:
+        raise ValueError("--wandb needs the package wandb: pip install -e '.[wandb]'")
+    is_mixture = bool(config.data.data and entries_of(config.data.data))
+    if model.nsp:
+        if model.model != "bert":
+            raise ValueError("--nsp needs a BERT: add --model bert")
+        if is_mixture:
+            raise ValueError("--nsp pairs the texts of one store, but --data names several")
+        if config.pack.batch != "rows" and batch_tokens < 2 * seq_len:
+            raise ValueError(
+                f"--nsp pairs texts of the same step, and --batch-tokens {batch_tokens} is one row:"
+                f" choose {2 * seq_len} or more"
+            )
     if config.curriculum.on:
+        metrics = config.curriculum.metrics
+        if is_mixture and not {*metrics} <= {*LENGTHS}:
+            raise ValueError(
+                f"--curriculum {','.join(metrics)} sorts the samples of one store, but --data names"
+                " several: use seqlen"
+            )
         curriculum.parse_metrics(config.curriculum, seq_len, config.pack.on)
-        analyze.check_metrics(config.curriculum.metrics, seq_len, samples_kind(config))
+        analyze.check_metrics(metrics, seq_len, samples_kind(config))
     transformer_config(config, vocab_size=1)  # raises for heads that do not divide the width
 
 
