@@ -37,12 +37,12 @@ TILE_BYTES = WARPS * 32 * 4 * ACCESS_BYTES
 
 
 def reference_gather(x: Tensor, kept: Tensor) -> Tensor:
-    """Gather the kept states of x; the definition of `take`."""
+    """Gather the kept states of x; the definition of `gather_kept`."""
     return x.gather(1, kept[:, :, None].expand(-1, -1, x.shape[2]))  # (B, K, C)
 
 
 def reference_scatter(x: Tensor, kept: Tensor, y: Tensor) -> Tensor:
-    """Replace the kept rows of x by y; the definition of `place`."""
+    """Replace the kept rows of x by y; the definition of `scatter_kept`."""
     return x.scatter(1, kept[:, :, None].expand(-1, -1, x.shape[2]), y)  # (B, T, C)
 
 
@@ -55,7 +55,7 @@ if triton is not None:
     OF_A_BATCH = ["rows", "T", "K", "reach", "x_stride_b", "x_stride_t", "y_stride_b", "y_stride_k"]
 
     @triton.jit(do_not_specialize=OF_A_BATCH)
-    def take_kernel(
+    def gather_kernel(
         out,  # (B, K, C), contiguous
         x,  # (B, T, C)
         kept,  # (B, K), contiguous
@@ -79,7 +79,7 @@ if triton is not None:
         tl.store(out + row.to(tl.int64)[:, None] * C + col[None, :], value, mask=inside)
 
     @triton.jit(do_not_specialize=OF_A_BATCH)
-    def place_kernel(
+    def scatter_kernel(
         out,  # (B, T, C), contiguous
         x,  # (B, T, C)
         kept,  # (B, K), contiguous
@@ -133,7 +133,7 @@ def flat_rows(kept: Tensor, T: int) -> Tensor:
 
 
 @lru_cache
-def launch(rows: int, C: int, itemsize: int, *strides: int) -> tuple[tuple, tuple, dict[str, int]]:
+def launch_of_copy(rows: int, C: int, itemsize: int, *strides: int) -> tuple[tuple, tuple, dict[str, int]]:
     """Decide how to launch a kernel that writes this many rows, TILE_BYTES in each program.
 
     Args:    strides of each source's rows and positions, in elements
@@ -151,59 +151,59 @@ def with_adjacent_columns(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 else x.contiguous()
 
 
-def take(x: Tensor, kept: Tensor, impl: str) -> Tensor:
+def gather_kept(x: Tensor, kept: Tensor, impl: str) -> Tensor:
     """Return the kept rows of x, (B, K, C), contiguous. Not differentiable."""
     if impl == "triton":
-        run = take_op if torch.compiler.is_compiling() else take_by_triton
+        run = gather_op if torch.compiler.is_compiling() else gather_by_triton
         return run(x, kept)
     out = x.new_empty(*kept.shape, x.shape[2])
     torch.index_select(x.flatten(0, 1), 0, flat_rows(kept, x.shape[1]), out=out.flatten(0, 1))
     return out
 
 
-def take_by_triton(x: Tensor, kept: Tensor) -> Tensor:
+def gather_by_triton(x: Tensor, kept: Tensor) -> Tensor:
     B, _, C = x.shape
     K = kept.shape[1]
     x, kept = with_adjacent_columns(x), kept.contiguous()
     out = torch.empty(B, K, C, dtype=x.dtype, device=x.device)
-    grid, strides, constants = launch(B * K, C, x.element_size(), *x.stride()[:2])
+    grid, strides, constants = launch_of_copy(B * K, C, x.element_size(), *x.stride()[:2])
     with torch.cuda.device_of(x):
-        take_kernel[grid](out, x, kept, B * K, K, *strides, **constants)
+        gather_kernel[grid](out, x, kept, B * K, K, *strides, **constants)
     return out
 
 
-def place(x: Tensor, kept: Tensor, y: Tensor, impl: str) -> Tensor:
+def scatter_kept(x: Tensor, kept: Tensor, y: Tensor, impl: str) -> Tensor:
     """Return x with its kept rows replaced by y, (B, T, C), contiguous. Not differentiable."""
     if impl == "triton":
-        run = place_op if torch.compiler.is_compiling() else place_by_triton
+        run = scatter_op if torch.compiler.is_compiling() else scatter_by_triton
         return run(x, kept, y)
     out = x.clone(memory_format=torch.contiguous_format)
     out.flatten(0, 1).index_copy_(0, flat_rows(kept, x.shape[1]), y.flatten(0, 1))
     return out
 
 
-def place_by_triton(x: Tensor, kept: Tensor, y: Tensor) -> Tensor:
+def scatter_by_triton(x: Tensor, kept: Tensor, y: Tensor) -> Tensor:
     (B, T, C), K = x.shape, kept.shape[1]
     x, y = with_adjacent_columns(x), with_adjacent_columns(y)
     kept, reach = kept.contiguous(), 1 << (K - 1).bit_length() >> 1
     out = torch.empty(B, T, C, dtype=x.dtype, device=x.device)
     strides = (*x.stride()[:2], *y.stride()[:2])
-    grid, units, constants = launch(B * T, C, x.element_size(), *strides)
+    grid, units, constants = launch_of_copy(B * T, C, x.element_size(), *strides)
     with torch.cuda.device_of(x):
-        place_kernel[grid](out, x, kept, y, B * T, T, K, reach, *units, **constants)
+        scatter_kernel[grid](out, x, kept, y, B * T, T, K, reach, *units, **constants)
     return out
 
 
 if triton is not None:
     # The same two functions as operators, which torch.compile does not trace into.
-    take_op = torch.library.custom_op("parsimony::take", take_by_triton, mutates_args=())
-    place_op = torch.library.custom_op("parsimony::place", place_by_triton, mutates_args=())
+    gather_op = torch.library.custom_op("parsimony::gather_kept", gather_by_triton, mutates_args=())
+    scatter_op = torch.library.custom_op("parsimony::scatter_kept", scatter_by_triton, mutates_args=())
 
-    @take_op.register_fake
+    @gather_op.register_fake
     def _(x, kept):
         return x.new_empty(*kept.shape, x.shape[2])
 
-    @place_op.register_fake
+    @scatter_op.register_fake
     def _(x, kept, y):
         return x.new_empty(x.shape)
 
@@ -215,13 +215,13 @@ class Split(torch.autograd.Function):
     def forward(ctx: FunctionCtx, x: Tensor, kept: Tensor, impl: str) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(kept)
         ctx.impl = impl
-        return take(x, kept, impl), x.view_as(x)
+        return gather_kept(x, kept, impl), x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, dstates: Tensor, drest: Tensor) -> tuple[Tensor, None, None]:
         (kept,) = ctx.saved_tensors
-        return place(drest, kept, dstates, ctx.impl), None, None
+        return scatter_kept(drest, kept, dstates, ctx.impl), None, None
 
 
 class Merge(torch.autograd.Function):
@@ -234,13 +234,13 @@ class Merge(torch.autograd.Function):
     def forward(ctx: FunctionCtx, rest: Tensor, kept: Tensor, y: Tensor, impl: str) -> Tensor:
         ctx.save_for_backward(kept)
         ctx.impl = impl
-        return place(rest, kept, y, impl)
+        return scatter_kept(rest, kept, y, impl)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, d: Tensor) -> tuple[Tensor, None, Tensor, None]:
         (kept,) = ctx.saved_tensors
-        return d, None, take(d, kept, ctx.impl), None
+        return d, None, gather_kept(d, kept, ctx.impl), None
 
 
 def checked_impl(impl: str, x: Tensor, kept: Tensor, y: Tensor | None = None) -> str:

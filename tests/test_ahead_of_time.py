@@ -125,8 +125,8 @@ def copies(dtype: str, widths: tuple[int, ...], kept: tuple[tuple[int, int], ...
         for K, T in kept:
             x, y = (torch.zeros(2, n, C, dtype=getattr(torch, dtype)) for n in (T, K))
             positions = torch.zeros(2, K, dtype=torch.int64)
-            token_drop.take(x, positions, "triton")
-            token_drop.place(x, positions, y, "triton")
+            token_drop.gather_kept(x, positions, "triton")
+            token_drop.scatter_kept(x, positions, y, "triton")
 
 
 def losses(dtype: str, vocabularies: tuple[int, ...]) -> None:
