@@ -133,7 +133,9 @@ def flat_rows(kept: Tensor, T: int) -> Tensor:
 
 
 @lru_cache
-def launch_of_copy(rows: int, C: int, itemsize: int, *strides: int) -> tuple[tuple, tuple, dict[str, int]]:
+def copy_launch(
+    rows: int, C: int, itemsize: int, *strides: int
+) -> tuple[tuple, tuple, dict[str, int]]:
     """Decide how to launch a kernel that writes this many rows, TILE_BYTES in each program.
 
     Args:    strides of each source's rows and positions, in elements
@@ -166,7 +168,7 @@ def gather_by_triton(x: Tensor, kept: Tensor) -> Tensor:
     K = kept.shape[1]
     x, kept = with_adjacent_columns(x), kept.contiguous()
     out = torch.empty(B, K, C, dtype=x.dtype, device=x.device)
-    grid, strides, constants = launch_of_copy(B * K, C, x.element_size(), *x.stride()[:2])
+    grid, strides, constants = copy_launch(B * K, C, x.element_size(), *x.stride()[:2])
     with torch.cuda.device_of(x):
         gather_kernel[grid](out, x, kept, B * K, K, *strides, **constants)
     return out
@@ -188,7 +190,7 @@ def scatter_by_triton(x: Tensor, kept: Tensor, y: Tensor) -> Tensor:
     kept, reach = kept.contiguous(), 1 << (K - 1).bit_length() >> 1
     out = torch.empty(B, T, C, dtype=x.dtype, device=x.device)
     strides = (*x.stride()[:2], *y.stride()[:2])
-    grid, units, constants = launch_of_copy(B * T, C, x.element_size(), *strides)
+    grid, units, constants = copy_launch(B * T, C, x.element_size(), *strides)
     with torch.cuda.device_of(x):
         scatter_kernel[grid](out, x, kept, y, B * T, T, K, reach, *units, **constants)
     return out
@@ -197,7 +199,9 @@ def scatter_by_triton(x: Tensor, kept: Tensor, y: Tensor) -> Tensor:
 if triton is not None:
     # The same two functions as operators, which torch.compile does not trace into.
     gather_op = torch.library.custom_op("parsimony::gather_kept", gather_by_triton, mutates_args=())
-    scatter_op = torch.library.custom_op("parsimony::scatter_kept", scatter_by_triton, mutates_args=())
+    scatter_op = torch.library.custom_op(
+        "parsimony::scatter_kept", scatter_by_triton, mutates_args=()
+    )
 
     @gather_op.register_fake
     def _(x, kept):
