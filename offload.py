@@ -529,10 +529,10 @@ class Offload:
 
         A part's new weights are copied to the device while the host updates the next part.
         """
-        masters = {matrix.master for matrix in self.matrices()}
-        optimizers.step(lr, only=set(optimizers.parameters) - masters)
+        hosted = {matrix.name for matrix in self.matrices()}
+        optimizers.step(lr, only=optimizers.named.keys() - hosted)
         for matrices in self.hosted.values():
-            optimizers.step(lr, only={matrix.master for matrix in matrices})
+            optimizers.step(lr, only=[matrix.name for matrix in matrices])
             self.send(matrices)
         if self.streamed:  # fetch the first of them for the next forward pass
             _, event = self.fetch(min(self.streamed))

@@ -313,7 +313,7 @@ def assemble(
         offloaded.parameters(named) if offloaded else named,
         kind=s.optim.optimizer,
         weight_decay=s.optim.weight_decay,
-        betas=(s.optim.beta1, s.optim.beta2),
+        beta2=s.optim.beta2,
         device=runtime.device,
     )
     if state:

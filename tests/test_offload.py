@@ -67,7 +67,7 @@ class Run:
         self.offloaded = Offload(Placement(parts, dtype, budget=0))
         self.offloaded.move(model, device)
         tensors = self.offloaded.parameters(dict(model.named_parameters()))
-        self.optimizers = Optimizers(tensors, kind, 0.1, (0.9, 0.95))
+        self.optimizers = Optimizers(tensors, kind, 0.1, 0.95)
 
     def run_block(self, recomputed=False):
         return self.offloaded.wrap_block(run_recomputed if recomputed else run_plain)
