@@ -28,14 +28,15 @@ import offload
 import pseudo
 import train
 from model import Batch, Transformer, TransformerConfig, run_plain, run_recomputed
-from offload import Landing, Link, Offload, Offloaded, Part, Placement, device_bytes, place
+from offload import Level, Link, Offload, Part, Placement, Slot, place
 from support.optim import Optimizers
 from support.runtime import Runtime
 from support.sizes import empty_model
 
 pytestmark = pytest.mark.usefixtures("no_sample_or_report")
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-NOTHING, STATE, GRADIENTS, WEIGHTS = Offloaded
+FP32, BF16 = torch.float32, torch.bfloat16
+NOTHING, STATE, GRADIENTS, WEIGHTS = Level
 MIB = 2**20
 PLAIN = (NOTHING,) * 5  # nothing is moved
 MIXTURES = {
@@ -58,14 +59,13 @@ def small(kind="gpt", pos="learned", shared=False, blocks=4, **more):
 class Run:
     """Training steps of several micro-batches, with clipping, weight decay, a changing rate."""
 
-    def __init__(self, model, offloaded=PLAIN, kind="adamw", dtype="fp32", device=CPU):
+    def __init__(self, model, levels=PLAIN, kind="adamw", dtype=FP32, device=CPU):
         self.model, self.dtype, self.device = model, dtype, device
         self.losses, self.norms, self.number = [], [], 0
         self.gradients: list[dict] = []  # of each step, before clipping
-        pairs = zip(offload.parts_of(model, kind == "muon"), offloaded, strict=False)
-        parts = tuple(part._replace(offloaded=of_part) for part, of_part in pairs)
-        self.offloaded = Offload(Placement(parts, dtype, budget=0))
-        self.offloaded.move(model, device)
+        pairs = zip(offload.parts_of(model, kind == "muon", dtype), levels, strict=False)
+        parts = tuple(part._replace(level=level) for part, level in pairs)
+        self.offloaded = Offload(Placement(parts, budget=0), model, device)
         tensors = self.offloaded.parameters(dict(model.named_parameters()))
         self.optimizers = Optimizers(tensors, kind, 0.1, 0.95)
 
@@ -74,7 +74,7 @@ class Run:
 
     def backward(self, last, recomputed=False):
         inputs = batch(packed=self.device == CPU, seed=self.number).to(self.device)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype != "fp32"):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype != FP32):
             loss = self.model(inputs, run_block=self.run_block(recomputed)) / 63
         with self.offloaded.around_backward(last):
             loss.backward()
@@ -122,8 +122,8 @@ def assert_equal(weights, others):
 # ---- placement
 
 
-def kinds_of(placement):
-    return [part.offloaded for part in placement.parts]
+def levels_of(placement):
+    return [part.level for part in placement.parts]
 
 
 def test_the_example_at_the_head_of_offload_py_is_right():
@@ -132,65 +132,68 @@ def test_the_example_at_the_head_of_offload_py_is_right():
     model = empty_model(
         config.transformer_config(config.build(config.parse(flags)), vocab_size=4160)
     )
-    parts = offload.parts_of(model, muon=True)
-    whole, state, weights = (place(parts, b, "fp32") for b in (2**30, 25.5 * MIB, 18 * MIB))
-    held = [round(device_bytes(placement) / MIB, 2) for placement in (whole, state, weights)]
+    parts = offload.parts_of(model, muon=True, dtype=FP32)
+    whole, state, weights = (place(parts, b) for b in (2**30, 25.5 * MIB, 18 * MIB))
+    held = [round(placement.device_bytes() / MIB, 2) for placement in (whole, state, weights)]
     assert held == [25.84, 25.09, 17.59]
     assert parts[3].numel == 196_608 and parts[3].numel * 4 == parts[3].state_bytes == 0.75 * MIB
-    assert kinds_of(state) == [NOTHING] * 3 + [STATE] + [NOTHING] * 3
-    assert kinds_of(weights) == [NOTHING, GRADIENTS, *[WEIGHTS] * 3, GRADIENTS, GRADIENTS]
+    assert levels_of(state) == [NOTHING] * 3 + [STATE] + [NOTHING] * 3
+    assert levels_of(weights) == [NOTHING, GRADIENTS, *[WEIGHTS] * 3, GRADIENTS, GRADIENTS]
     for placement in (state, weights):
-        assert placement.parts[3].on_host("fp32") == 2.25 * MIB
-        assert offload.slot_bytes(placement) == 0.75 * MIB
-    assert STATE == max(kinds_of(place(parts, 18 * MIB, "fp32", most=STATE)))
-    too_small = refusal(place, parts, MIB, "fp32", most=STATE)
-    assert "several ranks offload only optimizer state" in too_small
-    said = "h.2: state on the host; h.3 to h.5: nothing on the host; 25.09 MiB of 25.50 MiB"
-    assert said in offload.in_words(state)
+        hosted = sum(level > NOTHING for level in levels_of(placement))
+        assert placement.host_bytes() == hosted * 2.25 * MIB + 2 * placement.slot_bytes()
+        assert placement.slot_bytes() == 0.75 * MIB
+    assert STATE == max(levels_of(place(parts, 18 * MIB, most=STATE)))
+    assert "works is 10MiB" in refusal(place, parts, MIB)
+    assert "works is 18MiB" in refusal(place, parts, MIB, most=STATE), "of several ranks"
+    words = "h.2: state on the host; h.3 to h.5: nothing on the host; 25.09 MiB of 25.50 MiB"
+    assert words in offload.in_words(state)
 
 
 def test_gradients_of_a_shared_block_stay_on_the_device_until_its_last_use():
-    shared = Part("h.0", (0, 3), 1000, 8000, small=0, offloaded=WEIGHTS)
-    assert device_bytes(Placement((shared,), "fp32", 0)) == 4000 + 4 * 4000
+    shared = Part("h.0", (0, 3), 1000, 8000, small=0, level=WEIGHTS)
+    assert Placement((shared,), 0).device_bytes() == 4000 + 4 * 4000
 
 
 NUMEL = st.integers(1, 10**7)
 BLOCK = st.tuples(NUMEL, st.sampled_from([4, 8]), st.sampled_from([1, 1, 1, 2, 3]))
 
 
-def any_model(numel, blocks):
+def any_model(numel, blocks, dtype):
     """Make parts: blocks of several sizes, some shared by layers, and everything outside them."""
-    parts = [Part("outside", (), numel, 8 * numel, 99, embedding=numel, tied=True)]
-    for number, (numel, state, uses) in enumerate(blocks):
-        parts.append(Part(f"h.{number}", (number,) * uses, numel, state * numel, numel // 1000))
+    parts = [Part("outside", (), numel, 8 * numel, 99, numel, tied=True, dtype=dtype)]
+    for index, (numel, state, uses) in enumerate(blocks):
+        layers, small = (index,) * uses, numel // 1000
+        parts.append(Part(f"h.{index}", layers, numel, state * numel, small, dtype=dtype))
     return tuple(parts)
 
 
-MODEL = st.builds(any_model, NUMEL, st.lists(BLOCK, min_size=1, max_size=7))
+BLOCKS = st.lists(BLOCK, min_size=1, max_size=7)
+MODEL = st.builds(any_model, NUMEL, BLOCKS, st.sampled_from([FP32, BF16]))
 
 
-def placed(parts, budget, dtype):
+def placed(parts, budget):
     try:
-        return place(parts, budget, dtype)
+        return place(parts, budget)
     except ValueError as error:
         return int(re.search(r"works is (\d+)MiB", str(error))[1])
 
 
-@given(MODEL, st.sampled_from(["fp32", "bf16"]), st.floats(0, 1.1), st.floats(0, 1.1))
-def test_placements_fit_the_budget_and_offload_in_order(parts, dtype, share, more):
+@given(MODEL, st.floats(0, 1.1), st.floats(0, 1.1))
+def test_placements_fit_the_budget_and_offload_in_order(parts, share, more):
     """A refusal names the smallest budget that works. A larger budget never offloads more."""
-    whole = device_bytes(place(parts, 2**60, dtype))
+    whole = place(parts, 2**60).device_bytes()
     share, more = sorted((share, more))
-    placement, roomier = (placed(parts, int(s * whole), dtype) for s in (share, more))
+    placement, roomier = (placed(parts, int(s * whole)) for s in (share, more))
     if isinstance(placement, int):
         least = placement
-        assert device_bytes(placed(parts, least * MIB, dtype)) <= least * MIB
-        assert least == 1 or placed(parts, (least - 1) * MIB, dtype) == least
+        assert placed(parts, least * MIB).device_bytes() <= least * MIB
+        assert least == 1 or placed(parts, (least - 1) * MIB) == least
         return
-    assert device_bytes(placement) <= share * whole
-    assert share < 1 or not any(kinds_of(placement))
-    assert all(b <= a for a, b in zip(kinds_of(placement), kinds_of(roomier), strict=True))
-    outside, *kinds = kinds_of(placement)
+    assert placement.device_bytes() <= share * whole
+    assert share < 1 or not any(levels_of(placement))
+    assert all(b <= a for a, b in zip(levels_of(placement), levels_of(roomier), strict=True))
+    outside, *kinds = levels_of(placement)
     assert max(kinds) - min(kinds) <= 1, "gradients leave only after all state has left, and so on"
     assert outside == NOTHING or set(kinds) == {WEIGHTS}
     assert outside < WEIGHTS
@@ -203,12 +206,12 @@ def test_flags_give_the_placement_and_too_little_host_memory_a_warning(monkeypat
 
     def placement(flags):
         settings = config.build(config.parse(["--offload", *flags.split()]))
-        return offload.placement_for(settings.offload, model, here, muon=True, fsdp=False)
+        return offload.placement_for(settings.offload, model, here, muon=True)
 
     placed = placement("--offload-budget 12MB")
-    assert any(kinds_of(placed)) and placement("") == placed, "auto is half of the free memory"
-    assert not any(kinds_of(placement("--offload-budget 1GiB")))
-    needed = offload.host_bytes(placed)
+    assert any(levels_of(placed)) and placement("") == placed, "auto is half of the free memory"
+    assert not any(levels_of(placement("--offload-budget 1GiB")))
+    needed = placed.host_bytes()
     assert "WARNING" not in offload.in_words(placed, needed)
     assert "WARNING: the host has only" in offload.in_words(placed, needed - 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -240,12 +243,12 @@ def test_every_placement_equals_the_plain_run_bitwise(model, micro_batches, kind
     """Parts are offloaded one after the other. Each placement makes two steps."""
     more = {"micro_batches": micro_batches, "recomputed": "shared" in model}
     without = Run(small(**model), kind=kind).steps(2, **more)
-    parts = offload.parts_of(without.model, muon=False)
-    order, leaving = offload.order_of_leaving(parts), [NOTHING] * len(parts)
-    assert len(order) == 3 * len(parts) - 1
-    for number, of_part in order:
-        leaving[number] = of_part
-        run = Run(small(**model), tuple(leaving), kind).steps(2, **more)
+    levels = [NOTHING] * len(offload.parts_of(without.model, False, FP32))
+    order = offload.offload_order(len(levels))
+    assert len(order) == 3 * len(levels) - 1
+    for index, level in order:
+        levels[index] = level
+        run = Run(small(**model), tuple(levels), kind).steps(2, **more)
         assert_same(run, without)
     assert_equal(run.offloaded.weights(), without.model.state_dict())  # keys for every layer
 
@@ -390,16 +393,16 @@ class Gpu(TorchDispatchMode):
             raise self.race
 
 
-def on_streams(monkeypatch, mixture, dtype="fp32"):
+def on_streams(monkeypatch, mixture, dtype=FP32):
     """Make two steps on the simulated GPU."""
     run = Run(small(), MIXTURES[mixture], dtype=dtype)
     with Gpu(monkeypatch, run):
-        run.offloaded.send(run.offloaded.matrices())
+        run.offloaded.send(run.offloaded.matrices)
         run.steps(2)
     return run
 
 
-WITH_DTYPES = [*((mixture, "fp32") for mixture in MIXTURES), ("mixed", "bf16"), ("weights", "bf16")]
+WITH_DTYPES = [*((mixture, FP32) for mixture in MIXTURES), ("mixed", BF16), ("weights", BF16)]
 
 
 @pytest.mark.parametrize(("mixture", "dtype"), WITH_DTYPES)
@@ -410,13 +413,12 @@ def test_streams_do_not_race_and_results_equal_the_plain_run(mixture, dtype, mon
     assert_same(on_streams(monkeypatch, mixture, dtype), plain(2, dtype=dtype))
 
 
-BEGIN = Landing.begin
+RECEIVE = Slot.receive
 
 
-def without_keeping_the_gradient(landing, name, part, gradient):
-    BEGIN(landing, name, part, gradient)
-    copies = landing.copies[landing.slot]
-    copies[name] = None, copies[name][1]
+def without_keeping_the_gradient(slot, matrix, gradient, link):
+    RECEIVE(slot, matrix, gradient, link)
+    slot.arrivals[matrix] = slot.arrivals[matrix]._replace(gradient=None)
 
 
 nothing = Mock()
@@ -425,7 +427,7 @@ MISSING = [
     (Link, "wait", nothing, "weights"),
     (Stream, "wait_stream", nothing, "gradients"),  # the wait of copies for computations
     (Event, "synchronize", nothing, "state"),
-    (Landing, "begin", without_keeping_the_gradient, "gradients"),
+    (Slot, "receive", without_keeping_the_gradient, "gradients"),
 ]
 
 
@@ -449,7 +451,7 @@ def test_the_host_waits_only_for_gradients_copied_two_blocks_ago(monkeypatch):
 def test_weights_are_copied_while_the_previous_block_computes(monkeypatch):
     """Where the backward or the next forward pass begins, weights stay and are not copied again."""
     run, log, copy = Run(small(), MIXTURES["weights"]).steps(1), [], Link.copy
-    layers = {m[0].source.data_ptr(): layer for layer, m in run.offloaded.streamed.items()}
+    layers = {m[0].weight.data_ptr(): layer for layer, m in run.offloaded.streamed.items()}
 
     def noted(link, stream, pairs):
         pairs = list(pairs)
@@ -474,8 +476,7 @@ def test_memory_is_page_locked_in_pieces_that_split_no_tensor(monkeypatch, capsy
     If the driver refuses a piece, one line says so and training continues. CUDA reports the refusal
     again to the next call, which must not be a kernel.
     """
-    expected = {n: (torch.Size([n]), torch.uint8) for n in (600, 300, 200, 2000, 64, 0, 63)}
-    link, locked = Link(CPU), {}
+    sizes, link, locked = [600, 300, 200, 2000, 64, 0, 63], Link(CPU), {}
 
     def register(address, size, flags):
         if sum(locked.values()) + size > 1300:
@@ -490,11 +491,11 @@ def test_memory_is_page_locked_in_pieces_that_split_no_tensor(monkeypatch, capsy
         patch.setattr(Link, "PIECE", 1024)
         patch.setattr(torch, "zeros", Mock(side_effect=RuntimeError))
         link.up = Stream("up")
-        memory = link.memory(expected)
+        memory = link.memory(sizes)
         torch.zeros.assert_called_once_with(1, device=CPU)
     pieces = {piece.data_ptr(): piece.nbytes for piece in link.pieces}
     assert list(pieces.values()) == [960, 256, 2048, 128]
-    assert all(tensor.shape == (size,) for size, tensor in memory.items()), "none is split"
+    assert [len(tensor) for tensor in memory] == sizes, "none is split"
     assert locked == dict([*pieces.items()][:2])
     assert capsys.readouterr().err.count("\n") == 1
     del link
@@ -555,7 +556,7 @@ def test_a_step_needs_the_planned_memory(blocks, outside, tied):
     torch.manual_seed(0)
     config = TransformerConfig("gpt", 4, 2, 64, 256, T, V, tied=tied)
     run = Run(Transformer(config), (outside, *[blocks] * 4))
-    planned, most = device_bytes(run.offloaded.placement), most_bytes(run, 3, V, T)
+    planned, most = run.offloaded.placement.device_bytes(), most_bytes(run, 3, V, T)
     assert most == pytest.approx(planned, rel=0.1)
     assert most_bytes(run, 1, V, T) < 1.01 * planned
     without = planned - 4 * V * 64
@@ -583,9 +584,9 @@ def test_on_a_gpu_losses_equal_plain_training_within_the_planned_memory(mixture)
         model = Transformer(TransformerConfig("gpt", 4, 4, 256, 1024, 24, 512))
         run = Run(model, offloaded, device=GPU).steps(4, micro_batches=2)
         placement, pieces = run.offloaded.placement, run.offloaded.link.pieces
-        assert torch.cuda.memory_allocated() - before <= device_bytes(placement) + 2**20
+        assert torch.cuda.memory_allocated() - before <= placement.device_bytes() + 2**20
         assert all(piece.is_pinned() for piece in pieces if piece.nbytes)
-        assert sum(piece.nbytes for piece in pieces) <= offload.host_bytes(placement) + 64 * 100
+        assert sum(piece.nbytes for piece in pieces) <= placement.host_bytes() + 64 * 100
         return [loss.item() for loss in run.losses], run.gradients[0]
 
     (losses, gradients), (expected, others) = trained(MIXTURES[mixture]), trained(PLAIN)
@@ -604,7 +605,7 @@ TIGHT = "--offload --offload-budget 430KB"  # of 960 KiB, so that some weights a
 def test_off_is_absent_and_neutral_is_identity(run, log_of, monkeypatch):
     plainly = metrics(log_of(SHORT))
     assert metrics(run(f"{SHORT} --offload --offload-budget 1GB", out="roomy")) == plainly
-    for name in ("placement_for", "Offload", "budget_bytes"):
+    for name in ("preview", "placement_for", "Offload"):
         monkeypatch.setattr(offload, name, None)  # a call would fail
     assert metrics(run(SHORT, out="poisoned")) == plainly
 
@@ -634,8 +635,8 @@ def test_a_budget_too_small_for_any_stage_of_pseudo_is_refused_at_the_start(run,
     settings, least = config.build(config.parse(f"{SMALL} {flags} 1GB".split())), 473_088
     shape = config.transformer_config(settings, vocab_size=320)
     for owners in pseudo.owners_to_come(settings.pseudo, 8, 0.0)[::2]:
-        parts = offload.parts_of(pseudo.share(empty_model(shape), owners), muon=False)
-        place(parts, least - 1, "fp32")  # raises if it does not fit
+        parts = offload.parts_of(pseudo.share(empty_model(shape), owners), False, FP32)
+        place(parts, least - 1)  # raises if it does not fit
     for more in ("--dry-run", ""):
         message = refusal(run, f"{flags} {least - 1} {more}")
         assert re.search(r"--offload-budget \S+ KiB is too small", message)
