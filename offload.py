@@ -10,7 +10,7 @@ are on one of these levels; norms and biases always stay on the device.
 
 Optimizer state goes first, because it is used once a step; then gradients, copied once a
 micro-batch; then weights, copied twice. Middle blocks go before those at the ends, which give the
-copies time. Embeddings and heads go last. The command below needs 25.84 MiB, and has 18:
+copies time. Embeddings and heads go last. The command below needs 27.1 MB, and has 19:
 
                        on the device                      on the host
     outside            weights, gradients, state          -                          resident
@@ -26,7 +26,7 @@ Papers: Ren et al., arXiv 2101.06840 (ZeRO-Offload); Lin et al., arXiv 2110.0388
         as much as needed; without code, so the order is ours)
 
     python train.py --layers 6 --tied --dtype fp32 --micro-batch-size 8 --offload \\
-        --offload-budget 18MiB
+        --offload-budget 19MB
 """
 
 import math
@@ -49,12 +49,10 @@ from torch.utils.checkpoint import checkpoint
 
 from support.optim import Optimizers, state_bytes
 from support.runtime import Runtime
-from support.settings import bytes_of, flag
+from support.settings import bytes_of, flag, short
 
 if TYPE_CHECKING:
     from model import Block, BlockRunner, TokenMeta, Transformer
-
-MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -94,12 +92,10 @@ class Part(NamedTuple):
     level: Level = Level.RESIDENT
 
     def device_dtype(self) -> torch.dtype:
-        """Return the dtype of the weights on the device, and of their gradients.
-
-        Autocast would round fp32 weights to the same bf16 numbers, and keep both.
-        """
-        has_copies = self.layers and self.level >= Level.HOSTED_GRADIENTS
-        return self.dtype if has_copies else torch.float32
+        """Return the dtype of the weights on the device, and of their gradients."""
+        # Autocast would round fp32 weights to the same bf16 numbers, and keep both.
+        is_rounded = self.layers and self.level >= Level.HOSTED_GRADIENTS
+        return self.dtype if is_rounded else torch.float32
 
     def copied_bytes(self) -> int:
         """Return the bytes that a copy of all weights, or of all gradients, moves."""
@@ -110,12 +106,10 @@ class Part(NamedTuple):
         return 8 if self.device_dtype() == torch.float32 else 10
 
     def device_bytes(self) -> int:
-        """Return the bytes that stay on the device.
-
-        Autocast keeps a 2-byte copy of each fp32 weight of a block until the backward pass. The
-        loss makes the copy of the embeddings, and has freed it by then.
-        """
+        """Return the bytes that stay on the device."""
         weight = self.device_dtype().itemsize
+        # Autocast keeps a copy of a block's fp32 weights until the backward pass. The loss makes
+        # that of the embeddings, and has freed it by then.
         cast = 2 if self.dtype == torch.bfloat16 and self.layers else 0
         per_weight = 0 if self.level == Level.STREAMED else weight
         if self.level < Level.HOSTED_GRADIENTS:
@@ -133,12 +127,11 @@ class Placement(NamedTuple):
     budget: int  # bytes on the device
 
     def device_bytes(self) -> int:
-        """Return the bytes on the device: what stays, plus what passes through.
+        """Return the bytes on the device, without activations and the update's temporary memory.
 
-        At any time the gradients of two blocks and the weights of two blocks are in transit. A tied
-        embedding has two gradients besides the sum of earlier micro-batches: the head's, which
-        waits for the end of the backward pass, and the input's. Activations, and what an optimizer
-        needs during its step, are not counted.
+        Gradients and weights of two blocks each are in transit. A tied embedding has two gradients
+        besides the sum of earlier micro-batches: the head's, which waits for the end of the
+        backward pass, and the input's.
         """
         blocks = [p for p in self.parts if p.layers and p.level >= Level.HOSTED_GRADIENTS]
         gradients = max((p.copied_bytes() for p in blocks), default=0)
@@ -165,10 +158,7 @@ class Placement(NamedTuple):
 def preview(
     config: OffloadConfig, models: "Iterable[Transformer]", runtime: Runtime, muon: bool, fsdp: bool
 ) -> None:
-    """Print what will be where; refuse a budget that is too small for any stage of --pseudo.
-
-    Args: models of all stages, on the meta device
-    """
+    """Print what will be where; refuse a budget that is too small for any of the models."""
     if fsdp:
         raise ValueError("--fsdp already shards weights, gradients and state: leave out --offload")
     placements = [placement_for(config, model, runtime, muon) for model in models]
@@ -178,10 +168,7 @@ def preview(
 def placement_for(
     config: OffloadConfig, model: "Transformer", runtime: Runtime, muon: bool
 ) -> Placement:
-    """Decide how much of a model to offload, given the memory that was free when the run began.
-
-    Args: muon whether Muon updates the blocks' matrices
-    """
+    """Decide how much of a model to offload, given the memory that was free when the run began."""
     budget = budget_bytes(config.budget, runtime.device_free)
     most = Level.STREAMED if runtime.world_size == 1 else Level.HOSTED
     return place(parts_of(model, muon, runtime.dtype), budget, most)
@@ -218,10 +205,7 @@ def parts_of(model: "Transformer", muon: bool, dtype: torch.dtype) -> tuple[Part
 
 
 def parameters_by_part(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
-    """Return a model's parameters by part and name; a block shared by layers appears once.
-
-    Example: h.3.mlp.c_fc.weight belongs to h.3, wte.weight to "outside"
-    """
+    """Return parameters by part and name, "outside" first; layers may share a block."""
     parts: dict[str, dict[str, nn.Parameter]] = {"outside": {}}
     for name, parameter in model.named_parameters():
         part = ".".join(name.split(".")[:2]) if name.startswith("h.") else "outside"
@@ -230,12 +214,7 @@ def parameters_by_part(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
 
 
 def place(parts: tuple[Part, ...], budget: int, most: Level = Level.STREAMED) -> Placement:
-    """Raise the levels of parts, to `most` at most, in `offload_order` until the rest fits.
-
-    There is no way back: if the outside part makes room, blocks stay at their levels.
-
-    Raises: ValueError for a budget that is too small, naming the smallest that works
-    """
+    """Raise the levels of parts, to `most` at most, in `offload_order` until the rest fits."""
     options, placed = [Placement(parts, budget)], list(parts)
     for index, level in offload_order(len(parts)):
         if level <= most:
@@ -244,17 +223,15 @@ def place(parts: tuple[Part, ...], budget: int, most: Level = Level.STREAMED) ->
     for placement in options:
         if placement.device_bytes() <= budget:
             return placement
-    least = math.ceil(min(placement.device_bytes() for placement in options) / MIB)
-    raise ValueError(
-        f"--offload-budget {shown(budget)} is too small: the smallest that works is {least}MiB"
-    )
+    least = math.ceil(min(placement.device_bytes() for placement in options) / 1e6)
+    raise ValueError(f"--offload-budget {short(budget, 'B')} is too small: give at least {least}MB")
 
 
 def offload_order(parts: int) -> list[tuple[int, Level]]:
     """Return the order of offloading, as (index of a part, its level from then on).
 
-    Example: for the outside (0) and three blocks: 2 1 3 HOSTED, the same HOSTED_GRADIENTS, the same
-             STREAMED, then 0 HOSTED and HOSTED_GRADIENTS
+    Example: for the outside (0) and three blocks: 2 1 3 HOSTED, 2 1 3 HOSTED_GRADIENTS, 2 1 3
+             STREAMED, 0 HOSTED, 0 HOSTED_GRADIENTS
     """
     blocks = sorted(range(1, parts), key=lambda index: abs(index - parts / 2))
     levels = (Level.HOSTED, Level.HOSTED_GRADIENTS, Level.STREAMED)
@@ -263,32 +240,23 @@ def offload_order(parts: int) -> list[tuple[int, Level]]:
 
 
 def in_words(placement: Placement, host_free: int | None = None) -> str:
-    """Describe a placement. Warn, but do not refuse, if the host seems to lack free memory.
+    """Describe a placement; warn if all ranks together need more than `host_free` bytes.
 
-    Args:    host_free free bytes of this machine, which all its ranks share
     Example: --offload: outside to h.1: nothing on the host; h.2: state on the host; h.3 to h.5:
-             nothing on the host; 25.09 MiB of 25.50 MiB on the device, 3.75 MiB on the host
+             nothing on the host; 26.3 MB of 26.7 MB on the device, 3.93 MB on the host
     """
     clauses = []
     for level, parts in groupby(placement.parts, key=lambda part: part.level):
         names = [part.name for part in parts]
         span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         clauses.append(f"{span}: {ON_HOST[level]} on the host")
-    device, host = placement.device_bytes(), placement.host_bytes()
-    clauses.append(f"{shown(device)} of {shown(placement.budget)} on the device")
-    clauses[-1] += f", {shown(host)} on the host"
+    host, budget = placement.host_bytes(), short(placement.budget, "B")
+    on_device = f"{short(placement.device_bytes(), 'B')} of {budget} on the device"
+    clauses.append(f"{on_device}, {short(host, 'B')} on the host")
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if host_free is not None and host * ranks > host_free:
-        clauses.append(f"WARNING: the host has only {shown(host_free)} of free memory")
+        clauses.append(f"WARNING: the host has only {short(host_free, 'B')} of free memory")
     return f"--offload: {'; '.join(clauses)}"
-
-
-def shown(count: float) -> str:
-    """Write a number of bytes. Example: 1.50 GiB"""
-    for unit, size in (("GiB", 2**30), ("MiB", MIB), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count:.0f} bytes"
 
 
 # ---- carrying out a placement
@@ -302,12 +270,7 @@ class HostMatrix:
     """
 
     def __init__(
-        self,
-        name: str,
-        part: Part,
-        parameter: nn.Parameter,
-        memory: Tensor,
-        device: torch.device,
+        self, name: str, part: Part, parameter: nn.Parameter, memory: Tensor, device: torch.device
     ):
         self.name, self.part, self.parameter = name, part, parameter
         self.name_in_block = name.removeprefix(f"{part.name}.")
@@ -387,12 +350,10 @@ class Offload:
     # ---- fetching weights
 
     def wrap_block(self, inner: "BlockRunner") -> "BlockRunner":
-        """Return a block runner that gives streamed blocks their weights while they run.
+        """Return a block runner that gives streamed blocks their weights; `inner` runs the others.
 
-        Such a block is recomputed in the backward pass, because autograd would otherwise keep all
-        fetched weights until then.
-
-        Args: inner runs the other blocks
+        A streamed block is recomputed in the backward pass, because autograd would otherwise keep
+        all fetched weights until then.
         """
 
         def run_streamed(layer: int, block: "Block", x: Tensor, meta: "TokenMeta") -> Tensor:
@@ -406,13 +367,11 @@ class Offload:
         return run_block if self.streamed else inner
 
     def weights_of(self, layer: int) -> dict[str, Tensor]:
-        """Return a streamed block's weights, and start to fetch those of the one that runs next.
-
-        Only these two layers keep their weights. Others that were fetched but never ran may still
-        be in transit, but their copies began earlier, so this wait covers them too.
-        """
+        """Return a streamed block's weights, and start to fetch those of the one that runs next."""
         weights, event = self.fetch(layer)
         self.link.wait(event)
+        # Only two layers keep their weights. Others that were fetched but never ran may still be in
+        # transit, but their copies began earlier, so that wait covers them too.
         following = self.following(layer)
         self.fetched = {n: fetched for n, fetched in self.fetched.items() if n == following}
         self.fetch(following)
@@ -422,8 +381,8 @@ class Offload:
     def following(self, layer: int) -> int:
         """Return the streamed layer that runs next.
 
-        Example: with layers 0, 1 and 3, the forward pass runs 0 1 3 and the backward pass 3 1 0.
-                 After 3, or backwards after 0, the same layer runs again and keeps its weights
+        Example: of 0, 1 and 3, forward 1 after 0, backward 0 after 1; where the direction changes,
+                 forward 3 after 3, backward 0 after 0
         """
         layers = sorted(self.streamed)
         index = layers.index(layer) + self.direction
@@ -455,14 +414,12 @@ class Offload:
             self.slot.add_up()
 
     def gradient_ready(self, matrix: HostMatrix, parameter: nn.Parameter) -> None:
-        """Start to send a gradient, unless the device still sums it over micro-batches.
-
-        There are two slots. While the gradients of one part are copied into one, those in the other
-        are added to their sums. So the device never holds gradients of more than two parts.
-        """
+        """Start to send a gradient, unless the device still sums it over micro-batches."""
         if not self.is_last and matrix.part.level < Level.HOSTED_GRADIENTS:
             return
         gradient, parameter.grad = parameter.grad, None
+        # While one slot receives the gradients of a part, those in the other wait to be added up.
+        # So the device never holds gradients of more than two parts.
         if not self.slot.has_room_for(matrix):
             self.slot, self.other_slot = self.other_slot, self.slot
             self.slot.add_up()
@@ -473,7 +430,7 @@ class Offload:
     def step(self, optimizers: Optimizers, lr: float) -> None:
         """Update the parameters on the device, then those on the host, part by part.
 
-        A part's new weights are copied to the device while the host updates the next part.
+        A part's new weights travel to the device while the host updates the next part.
         """
         hosted = {matrix.name for matrix in self.matrices}
         optimizers.step(lr, only=optimizers.named.keys() - hosted)
@@ -550,8 +507,8 @@ class Slot:
 class Link:
     """Copies between the host and one device: `up` is to the device, `down` is to the host.
 
-    A GPU copies on two streams, one per direction, while it computes. Callers keep the tensors
-    alive until their copy is done. On other devices the same calls copy synchronously.
+    A GPU copies on two streams while it computes; callers keep the tensors alive until the copy is
+    done. Other devices copy synchronously.
     """
 
     PIECE = 2**30  # most bytes that are page-locked together
@@ -564,10 +521,10 @@ class Link:
         self.pieces: list[Tensor] = []
 
     def memory(self, sizes: list[int]) -> list[Tensor]:
-        """Allocate bytes of host memory, side by side in large pieces, each 64-byte aligned.
+        """Allocate bytes of page-locked memory, side by side in large pieces, 64-byte aligned.
 
-        The pieces are page-locked in place, because torch would round pinned memory up to powers of
-        two. No tensor spans two pieces, because CUDA would refuse to copy it.
+        Pieces are locked in place, because torch would round pinned memory up to powers of two. No
+        tensor spans two pieces, because CUDA would refuse to copy it.
         """
         starts: list[tuple[int, int]] = []  # the piece, and the first byte in it
         totals: list[int] = []  # bytes of each piece
@@ -600,18 +557,15 @@ class Link:
             with suppress(RuntimeError):
                 torch.zeros(1, device=self.device)
             print(
-                f"--offload: {shown(unlocked)} of host memory cannot be page-locked ({why}): the"
-                " host has to wait for copies of them",
+                f"--offload: {short(unlocked, 'B')} of host memory cannot be page-locked ({why}):"
+                " the host has to wait for its copies",
                 file=sys.stderr,
             )
 
     def copy(
         self, stream: torch.cuda.Stream | None, pairs: Iterable[tuple[Tensor, Tensor]]
     ) -> torch.cuda.Event | None:
-        """Start to copy (to, from) pairs, after all work that was queued on the device before.
-
-        Args: stream `up` or `down`
-        """
+        """Start to copy (to, from) pairs, after all work that was queued on the device before."""
         if stream:
             stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.no_grad(), torch.cuda.stream(stream):

@@ -219,14 +219,14 @@ def stages() -> str:
 
 
 def timeline() -> str:
-    """A micro-batch with offload, the example of offload.py's head at 18 MiB.
+    """A micro-batch with offload, the example of offload.py's head.
 
     All its work is done here, and drawn in the order in which it was begun. A block's forward pass
     takes a unit of time, and so does copying its weights or gradients.
     """
     model = Transformer(TransformerConfig("gpt", 6, 4, 128, 512, 256, 4160, "rope"))
     parts = offload.parts_of(model, muon=True, dtype=torch.float32)
-    offloaded = offload.Offload(offload.place(parts, 18 * offload.MIB), model, torch.device("cpu"))
+    offloaded = offload.Offload(offload.place(parts, 19_000_000), model, torch.device("cpu"))
     weights = {m.weight.data_ptr(): m.part.layers[0] for m in offloaded.matrices}
     free, work, backward = Counter(), [], []  # when a lane is; what it did; layers to go back
 

@@ -26,9 +26,8 @@ its core), and the learning rate, a function of the clock.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,8 +42,6 @@ from support.settings import flag
 SCHEDULES = ("cosine", "linear", "wsd")
 DECAY_SHARE = 0.2  # of the budget, over which wsd decays
 BETA1 = 0.9  # AdamW's first-moment decay
-
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -79,9 +76,6 @@ class OptimConfig:
 class Optimizers:
     """The parameters, their optimizer state, and their update.
 
-    One step is `loss.backward()`, `clip_gradients`, `step`. AdamW is torch's function and not its
-    Optimizer class, whose first step imports torch's compiler, which takes more than a second.
-
     Args: named  the parameters, by the names under which their state is saved
           kind   adamw | muon
           device that computes, if some parameters are on the host; None for the parameters' device
@@ -109,8 +103,8 @@ class Optimizers:
     def clip_gradients(self, clip: float) -> Tensor:
         """Clip the gradients' total norm to `clip` (0: no clipping); return the norm before."""
         gradients = [rows_here(p.grad) for p in self.parameters if p.grad is not None]
-        of_devices = grouped(gradients, lambda gradient: gradient.device)
-        norms = [torch.nn.utils.get_total_norm(of_one) for of_one in of_devices]
+        by_device = grouped(gradients, lambda gradient: gradient.device)
+        norms = [torch.nn.utils.get_total_norm(group) for group in by_device]
         if len(norms) > 1:
             norms = [torch.nn.utils.get_total_norm([norm.to(self.device) for norm in norms])]
         norm = norms[0]
@@ -164,6 +158,7 @@ class Optimizers:
     def update_by_adamw(self, names: list[str], lr: float, weight_decay: float) -> None:
         """Update parameters of one device by their gradients."""
         parameters = [self.named[name] for name in names]
+        # Not torch.optim.AdamW, whose first step imports torch's compiler: more than a second.
         adamw(
             [rows_here(parameter) for parameter in parameters],
             [rows_here(parameter.grad) for parameter in parameters],
@@ -195,32 +190,23 @@ class Optimizers:
         return state_bytes(rows, self.is_muon)
 
     def state_dict(self) -> dict[str, dict[str, dict[str, Tensor]]]:
-        """Return the state by parameter name: {"state": {name: {...}}}.
-
-        Because of the names, it also fits a model whose parameters are in another order, on another
-        device, or made from other parameters (pseudo.py).
-        """
+        """Return the state by parameter name, on which pseudo.py relies: {"state": {name: {}}}."""
         return {"state": {name: dict(tensors) for name, tensors in self.state.items()}}
 
     def load_state_dict(self, saved: dict[str, dict[str, dict[str, Tensor]]]) -> None:
-        """Continue from a saved state; parameters that it does not name start without state.
-
-        A saved tensor is copied only if the parameter is on another device.
-        """
+        """Continue from a saved state; parameters that it does not name start without state."""
         self.state = {}
         for name, tensors in saved["state"].items():
-            parameter = self.named.get(name)
-            shape = None if parameter is None else parameter.shape
-            if any(tensor.ndim and tensor.shape != shape for tensor in tensors.values()):
+            shapes = {tensor.shape for tensor in tensors.values() if tensor.ndim}
+            if name not in self.named or shapes - {self.named[name].shape}:
                 raise ValueError(f"the optimizer's state of {name} does not fit the model")
-            if parameter is not None:
-                device = parameter.device
-                self.state[name] = {what: tensor.to(device) for what, tensor in tensors.items()}
+            device = self.named[name].device
+            self.state[name] = {what: tensor.to(device) for what, tensor in tensors.items()}
 
 
-def grouped(items: Iterable[Item], key: Callable[[Item], Hashable]) -> Iterable[list[Item]]:
+def grouped(items: Iterable, key: Callable) -> Iterable[list]:
     """Group items that have the same key, in the order in which the keys appear."""
-    groups: dict[Hashable, list[Item]] = defaultdict(list)
+    groups = defaultdict(list)
     for item in items:
         groups[key(item)].append(item)
     return groups.values()
@@ -248,15 +234,13 @@ def heights_of(name: str, named: Mapping[str, Tensor]) -> tuple[int, ...]:
 def state_bytes(named: Mapping[str, Tensor], muon: bool, shards: int = 1) -> dict[str, int]:
     """Return the bytes of weights, gradients and optimizer state on one rank.
 
-    Muon keeps one number for each weight, AdamW two. The tensors may be on the meta device.
-
     Args: shards how many ranks share the rows of each parameter (--fsdp)
     """
     weights = state = 0
     for name, tensor in named.items():
         size = tensor[: -(-len(tensor) // shards)].nbytes
         weights += size
-        state += size if muon and is_for_muon(name, tensor) else 2 * size
+        state += size if muon and is_for_muon(name, tensor) else 2 * size  # one moment, or two
     return {"weights": weights, "gradients": weights, "optimizer": state}
 
 
@@ -268,9 +252,9 @@ MOMENTUM = 0.95
 
 
 def newton_schulz(X: Tensor) -> Tensor:
-    """Move every singular value of X, (n, m, k), towards 1:  X <- a X + b A X + c A^2 X, A = X X^T.
+    """Push all singular values of X (n, m, k) towards 1; none may be above it.
 
-    Args: X with no singular value above 1; m <= k saves work
+    X <- a X + b A X + c A^2 X,  A = X X^T
     """
     for _ in range(ITERATIONS):
         A = X @ X.mT  # (n, m, m)
@@ -279,11 +263,10 @@ def newton_schulz(X: Tensor) -> Tensor:
 
 
 def newton_schulz_by_gram(X: Tensor) -> Tensor:
-    """Do the same with two products of size k instead of ten: for long matrices, k >= 2 m, in fp32.
+    """Do the same with two products of size k instead of ten, which pays for long X, k >= 2 m.
 
     An iteration replaces X by Z X, where Z is a polynomial in A, and so A by Z A Z. The product of
-    all Z is found first, and X multiplied only once. In bf16 the errors of A would grow from one Z
-    to the next.
+    all Z is found first, and X multiplied only once. Not for bf16: errors of A would grow.
     """
     A = X @ X.mT  # (n, m, m)
     Z = product = polynomial(A)
@@ -305,12 +288,11 @@ def polynomial(A: Tensor) -> Tensor:
 def orthogonalised(matrices: Tensor) -> Tensor:
     """Return U V^T, approximately, for every matrix U S V^T.
 
-    Singular values above 0.002 of the matrix's norm come out between 0.68 and 1.2. Smaller ones may
-    come out anywhere below that, because each iteration multiplies them by at most 3.4445.
+    Singular values above 0.002 of the matrix's norm come out between 0.68 and 1.2, smaller ones
+    below that: each iteration multiplies them by at most 3.4445.
 
-    Args:    matrices (n, rows, columns) bf16 or fp32
-    Returns: the same shape and dtype; zeros stay zeros
-    Cost:    FLOPs of a matrix m x k, m <= k: 5 (4 m^2 k + 2 m^3), by Gram matrix 4 m^2 k + 34 m^3
+    Args: matrices (n, rows, columns) bf16 or fp32
+    Cost: FLOPs of a matrix m x k, m <= k: 5 (4 m^2 k + 2 m^3), by Gram matrix 4 m^2 k + 34 m^3
     """
     is_tall = matrices.shape[1] > matrices.shape[2]
     X = matrices.mT if is_tall else matrices  # (n, m, k)
@@ -321,7 +303,7 @@ def orthogonalised(matrices: Tensor) -> Tensor:
     return X.mT if is_tall else X
 
 
-# ---- Muon: what surrounds it
+# ---- Muon: from gradients to what is orthogonalised, and over ranks
 
 
 def look_ahead(matrices: list[Tensor], momenta: list[Tensor]) -> list[Tensor]:
@@ -333,23 +315,14 @@ def look_ahead(matrices: list[Tensor], momenta: list[Tensor]) -> list[Tensor]:
 
 
 def gather(rows: list[Tensor], matrices: list[Tensor]) -> list[Tensor]:
-    """Return whole matrices, given this rank's rows; `matrices` tell how they are sharded."""
+    """Return whole matrices, given this rank's rows, which are sharded as `matrices` are."""
     dtype = torch.bfloat16 if rows[0].is_cuda else torch.float32
     pairs = zip(rows, matrices, strict=True)
     return [as_dtensor(part.to(dtype), like=matrix).full_tensor() for part, matrix in pairs]
 
 
-def scatter(matrices: Tensor, rows: int) -> Tensor:
-    """Return this rank's rows of matrices (n, rows of all ranks, columns) that every rank has."""
-    first = dist.get_rank() * -(-matrices.shape[1] // dist.get_world_size())
-    return matrices[:, first : first + rows]
-
-
 def stack(matrices: list[Tensor], device: torch.device) -> Tensor:
-    """Stack matrices to (n, rows, columns), in page-locked memory if a GPU will copy them.
-
-    From pageable memory a GPU copies at a fraction of the speed, and the host has to wait.
-    """
+    """Stack matrices to (n, rows, columns), in page-locked memory if a GPU will copy them."""
     first = matrices[0]
     if device.type != "cuda" or first.is_cuda:
         return torch.stack(matrices)
@@ -358,9 +331,8 @@ def stack(matrices: list[Tensor], device: torch.device) -> Tensor:
 
 
 def orthogonalised_by_ranks(stacked: Tensor, heights: tuple[int, ...]) -> Tensor:
-    """Orthogonalise the stacked matrices; each rank does a share: of 6, each of 4 ranks at most 2.
+    """Orthogonalise (n, rows, columns), the same on all ranks; of 6, each of 4 ranks does 2 or 0.
 
-    Args:    stacked (n, rows, columns), the same on all ranks
     Returns: the same shape, bf16 on a GPU, else fp32
     """
     dtype = torch.bfloat16 if stacked.is_cuda else torch.float32
@@ -379,10 +351,16 @@ def orthogonalised_by_ranks(stacked: Tensor, heights: tuple[int, ...]) -> Tensor
 
 
 def orthogonalised_each(matrices: Tensor, heights: tuple[int, ...]) -> Tensor:
-    """Apply `orthogonalised` to each of the matrices, of these heights, that are stacked."""
+    """Apply `orthogonalised` to matrices (n, rows, columns), cut into these heights."""
     if len(heights) == 1:
         return orthogonalised(matrices)
     return torch.cat([orthogonalised(part) for part in matrices.split(heights, dim=1)], dim=1)
+
+
+def scatter(matrices: Tensor, rows: int) -> Tensor:
+    """Return this rank's rows of matrices (n, rows, columns) that every rank has."""
+    first = dist.get_rank() * -(-matrices.shape[1] // dist.get_world_size())
+    return matrices[:, first : first + rows]
 
 
 # ---- the learning rate

@@ -28,7 +28,7 @@ import offload
 import pseudo
 import train
 from model import Batch, Transformer, TransformerConfig, run_plain, run_recomputed
-from offload import Level, Link, Offload, Part, Placement, Slot, place
+from offload import Level, Link, Offload, OffloadConfig, Part, Placement, Slot, place
 from support.optim import Optimizers
 from support.runtime import Runtime
 from support.sizes import empty_model
@@ -36,15 +36,15 @@ from support.sizes import empty_model
 pytestmark = pytest.mark.usefixtures("no_sample_or_report")
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 FP32, BF16 = torch.float32, torch.bfloat16
-NOTHING, STATE, GRADIENTS, WEIGHTS = Level
-MIB = 2**20
-PLAIN = (NOTHING,) * 5  # nothing is moved
+RESIDENT, HOSTED, GRADIENTS, STREAMED = Level
+MB = 10**6
+PLAIN = (RESIDENT,) * 5  # nothing is moved
 MIXTURES = {
-    "state": (NOTHING, STATE, STATE, STATE, STATE),
-    "gradients": (NOTHING, GRADIENTS, GRADIENTS, GRADIENTS, GRADIENTS),
-    "weights": (NOTHING, WEIGHTS, WEIGHTS, WEIGHTS, WEIGHTS),
-    "mixed": (STATE, NOTHING, WEIGHTS, GRADIENTS, STATE),
-    "all that can": (GRADIENTS, WEIGHTS, WEIGHTS, WEIGHTS, WEIGHTS),
+    "state": (RESIDENT, HOSTED, HOSTED, HOSTED, HOSTED),
+    "gradients": (RESIDENT, GRADIENTS, GRADIENTS, GRADIENTS, GRADIENTS),
+    "weights": (RESIDENT, STREAMED, STREAMED, STREAMED, STREAMED),
+    "mixed": (HOSTED, RESIDENT, STREAMED, GRADIENTS, HOSTED),
+    "all that can": (GRADIENTS, STREAMED, STREAMED, STREAMED, STREAMED),
 }
 
 
@@ -69,14 +69,12 @@ class Run:
         tensors = self.offloaded.parameters(dict(model.named_parameters()))
         self.optimizers = Optimizers(tensors, kind, 0.1, 0.95)
 
-    def run_block(self, recomputed=False):
-        return self.offloaded.wrap_block(run_recomputed if recomputed else run_plain)
-
-    def backward(self, last, recomputed=False):
-        inputs = batch(packed=self.device == CPU, seed=self.number).to(self.device)
+    def backward(self, is_last, recomputed=False, inputs=None):
+        inputs = inputs or batch(packed=self.device == CPU, seed=self.number).to(self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype != FP32):
-            loss = self.model(inputs, run_block=self.run_block(recomputed)) / 63
-        with self.offloaded.around_backward(last):
+            run_block = self.offloaded.wrap_block(run_recomputed if recomputed else run_plain)
+            loss = self.model(inputs, run_block=run_block) / 63
+        with self.offloaded.around_backward(is_last):
             loss.backward()
         self.losses.append(loss.detach())  # not item(), which would wait for the device
         self.number += 1
@@ -133,25 +131,25 @@ def test_the_example_at_the_head_of_offload_py_is_right():
         config.transformer_config(config.build(config.parse(flags)), vocab_size=4160)
     )
     parts = offload.parts_of(model, muon=True, dtype=FP32)
-    whole, state, weights = (place(parts, b) for b in (2**30, 25.5 * MIB, 18 * MIB))
-    held = [round(placement.device_bytes() / MIB, 2) for placement in (whole, state, weights)]
-    assert held == [25.84, 25.09, 17.59]
-    assert parts[3].numel == 196_608 and parts[3].numel * 4 == parts[3].state_bytes == 0.75 * MIB
-    assert levels_of(state) == [NOTHING] * 3 + [STATE] + [NOTHING] * 3
-    assert levels_of(weights) == [NOTHING, GRADIENTS, *[WEIGHTS] * 3, GRADIENTS, GRADIENTS]
+    whole, state, weights = (place(parts, b * MB) for b in (1000, 26.7, 19))
+    held = [placement.device_bytes() for placement in (whole, state, weights)]
+    assert held == [27_099_136, 26_312_704, 18_448_384]
+    assert parts[3].numel == 196_608 and parts[3].state_bytes == 4 * parts[3].numel
+    assert levels_of(state) == [RESIDENT] * 3 + [HOSTED] + [RESIDENT] * 3
+    assert levels_of(weights) == [RESIDENT, GRADIENTS, *[STREAMED] * 3, GRADIENTS, GRADIENTS]
     for placement in (state, weights):
-        hosted = sum(level > NOTHING for level in levels_of(placement))
-        assert placement.host_bytes() == hosted * 2.25 * MIB + 2 * placement.slot_bytes()
-        assert placement.slot_bytes() == 0.75 * MIB
-    assert STATE == max(levels_of(place(parts, 18 * MIB, most=STATE)))
-    assert "works is 10MiB" in refusal(place, parts, MIB)
-    assert "works is 18MiB" in refusal(place, parts, MIB, most=STATE), "of several ranks"
-    words = "h.2: state on the host; h.3 to h.5: nothing on the host; 25.09 MiB of 25.50 MiB"
+        hosted = sum(level > RESIDENT for level in levels_of(placement))
+        assert placement.host_bytes() == (3 * hosted + 2) * 4 * parts[3].numel
+        assert placement.slot_bytes() == 4 * parts[3].numel
+    assert HOSTED == max(levels_of(place(parts, 19 * MB, most=HOSTED)))
+    assert "at least 10MB" in refusal(place, parts, MB)
+    assert "at least 19MB" in refusal(place, parts, MB, most=HOSTED), "of several ranks"
+    words = "h.2: state on the host; h.3 to h.5: nothing on the host; 26.3 MB of 26.7 MB"
     assert words in offload.in_words(state)
 
 
 def test_gradients_of_a_shared_block_stay_on_the_device_until_its_last_use():
-    shared = Part("h.0", (0, 3), 1000, 8000, small=0, level=WEIGHTS)
+    shared = Part("h.0", (0, 3), 1000, 8000, small=0, level=STREAMED)
     assert Placement((shared,), 0).device_bytes() == 4000 + 4 * 4000
 
 
@@ -176,7 +174,7 @@ def placed(parts, budget):
     try:
         return place(parts, budget)
     except ValueError as error:
-        return int(re.search(r"works is (\d+)MiB", str(error))[1])
+        return int(re.search(r"at least (\d+)MB", str(error))[1])
 
 
 @given(MODEL, st.floats(0, 1.1), st.floats(0, 1.1))
@@ -187,30 +185,29 @@ def test_placements_fit_the_budget_and_offload_in_order(parts, share, more):
     placement, roomier = (placed(parts, int(s * whole)) for s in (share, more))
     if isinstance(placement, int):
         least = placement
-        assert placed(parts, least * MIB).device_bytes() <= least * MIB
-        assert least == 1 or placed(parts, (least - 1) * MIB) == least
+        assert placed(parts, least * MB).device_bytes() <= least * MB
+        assert least == 1 or placed(parts, (least - 1) * MB) == least
         return
     assert placement.device_bytes() <= share * whole
     assert share < 1 or not any(levels_of(placement))
     assert all(b <= a for a, b in zip(levels_of(placement), levels_of(roomier), strict=True))
     outside, *kinds = levels_of(placement)
     assert max(kinds) - min(kinds) <= 1, "gradients leave only after all state has left, and so on"
-    assert outside == NOTHING or set(kinds) == {WEIGHTS}
-    assert outside < WEIGHTS
+    assert outside == RESIDENT or set(kinds) == {STREAMED}
+    assert outside < STREAMED
 
 
-def test_flags_give_the_placement_and_too_little_host_memory_a_warning(monkeypatch):
+def test_a_budget_gives_the_placement_and_too_little_host_memory_a_warning(monkeypatch):
     with torch.device("meta"):
         model = Transformer(TransformerConfig("gpt", 4, 2, 64, 2048, 24, 40))
     here = Runtime(0, 1, torch.device("cpu"), torch.float32, "", 24 * 10**6)
 
-    def placement(flags):
-        settings = config.build(config.parse(["--offload", *flags.split()]))
-        return offload.placement_for(settings.offload, model, here, muon=True)
+    def placement(budget):
+        return offload.placement_for(OffloadConfig(True, budget), model, here, muon=True)
 
-    placed = placement("--offload-budget 12MB")
-    assert any(levels_of(placed)) and placement("") == placed, "auto is half of the free memory"
-    assert not any(levels_of(placement("--offload-budget 1GiB")))
+    placed = placement("12MB")
+    assert any(levels_of(placed)) and placement("auto") == placed, "half of the free memory"
+    assert not any(levels_of(placement("1GiB")))
     needed = placed.host_bytes()
     assert "WARNING" not in offload.in_words(placed, needed)
     assert "WARNING: the host has only" in offload.in_words(placed, needed - 1)
@@ -243,7 +240,7 @@ def test_every_placement_equals_the_plain_run_bitwise(model, micro_batches, kind
     """Parts are offloaded one after the other. Each placement makes two steps."""
     more = {"micro_batches": micro_batches, "recomputed": "shared" in model}
     without = Run(small(**model), kind=kind).steps(2, **more)
-    levels = [NOTHING] * len(offload.parts_of(without.model, False, FP32))
+    levels = [RESIDENT] * len(offload.parts_of(without.model, False, FP32))
     order = offload.offload_order(len(levels))
     assert len(order) == 3 * len(levels) - 1
     for index, level in order:
@@ -273,8 +270,9 @@ class Race(AssertionError):
 class Stream:
     """A stream of a GPU, or the host, with a vector clock: the work of others that it follows."""
 
-    def __init__(self, name):
-        self.name, self.after = name, Counter()
+    def __init__(self, name, host=None):
+        self.name, self.host, self.after = name, host or self, Counter()
+        self.waits = self.reads = 0  # of a host, for events and numbers
 
     def wait_stream(self, other):
         self.after |= other.after  # the maximum of each
@@ -315,11 +313,9 @@ class Gpu(TorchDispatchMode):
 
     def __init__(self, monkeypatch, run):
         super().__init__()
-        self.host, self.compute, self.up, self.down = map(Stream, ("host", "compute", "up", "down"))
-        self.host.waits = self.host.reads = 0  # of events, of numbers
-        for stream in (self.compute, self.up, self.down):
-            stream.host = self.host
-        self.current = self.compute
+        self.host = Stream("host")
+        self.up, self.down = Stream("up", self.host), Stream("down", self.host)
+        self.compute = self.current = Stream("compute", self.host)
         self.accesses = defaultdict(list)  # by storage
         self.race = None
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
@@ -442,9 +438,9 @@ def test_the_host_waits_only_for_gradients_copied_two_blocks_ago(monkeypatch):
     run = Run(small(), MIXTURES["gradients"])
     with Gpu(monkeypatch, run) as gpu:
         for number in range(1, 4):
-            run.backward(last=False)
+            run.backward(is_last=False)
             assert (gpu.host.waits, gpu.host.reads) == (4 * number - 2, 0)
-        run.backward(last=True)
+        run.backward(is_last=True)
         assert (gpu.host.waits, gpu.host.reads) == (4 * 4, 0)
 
 
@@ -519,13 +515,10 @@ def most_bytes(run, micro_batches, V, T):
     """
 
     def step():
-        for number in range(micro_batches):
+        for number in range(1, micro_batches + 1):
             tokens = torch.randint(V, (1, T))
             inputs = Batch(tokens, tokens.roll(-1, 1), None, None)
-            loss = run.model(inputs, run_block=run.run_block()) / T
-            with run.offloaded.around_backward(number == micro_batches - 1):
-                loss.backward()
-            del loss
+            run.backward(number == micro_batches, inputs=inputs)
         run.update()
 
     step()
@@ -542,7 +535,7 @@ def most_bytes(run, micro_batches, V, T):
     return sum(storages.values()) + max(accumulate(event.nbytes() for event in changes))
 
 
-OFFLOADED = [(STATE, NOTHING), (GRADIENTS, NOTHING), (WEIGHTS, NOTHING), (WEIGHTS, GRADIENTS)]
+OFFLOADED = [(HOSTED, RESIDENT), (GRADIENTS, RESIDENT), (STREAMED, RESIDENT), (STREAMED, GRADIENTS)]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -619,29 +612,27 @@ def test_two_ranks_with_offloaded_state_train_as_without(store_dir, tmp_path):
     assert metrics(read_log(tmp_path / "with")) == metrics(read_log(tmp_path / "without"))
 
 
-def test_a_stage_of_pseudo_gets_a_new_placement_and_the_start_prints_one(run, log_of, capsys):
-    more = f"{SHORT} --pseudo --pseudo-layers 2 --pseudo-until 0.5 --optimizer adamw"
-    without = metrics(log_of(more))
-    capsys.readouterr()
-    assert metrics(run(f"{more} {TIGHT}")) == without
-    out = capsys.readouterr().out
-    assert "--offload: " in out and "gradients and weights on the host" in out
-
-
-def test_a_budget_too_small_for_any_stage_of_pseudo_is_refused_at_the_start(run, tmp_path):
+def test_a_stage_of_pseudo_has_its_placement_and_a_budget_too_small_for_one_is_refused_at_the_start(
+    run, log_of, tmp_path, capsys
+):
     """The middle stage needs more memory than the first one and than the real model."""
-    flags = f"{SHORT} --layers 8 --pseudo --pseudo-group 1 --pseudo-until 0.3,0.6 --seq-len 16"
-    flags += " --optimizer adamw --offload --offload-budget"
-    settings, least = config.build(config.parse(f"{SMALL} {flags} 1GB".split())), 473_088
+    plainly = f"{SHORT} --layers 8 --pseudo --pseudo-group 1 --pseudo-until 0.3,0.6 --seq-len 16"
+    plainly += " --optimizer adamw"
+    flags, least = f"{plainly} --offload --offload-budget", 473_088
+    settings = config.build(config.parse(f"{SMALL} {flags} 1GB".split()))
     shape = config.transformer_config(settings, vocab_size=320)
     for owners in pseudo.owners_to_come(settings.pseudo, 8, 0.0)[::2]:
         parts = offload.parts_of(pseudo.share(empty_model(shape), owners), False, FP32)
         place(parts, least - 1)  # raises if it does not fit
     for more in ("--dry-run", ""):
         message = refusal(run, f"{flags} {least - 1} {more}")
-        assert re.search(r"--offload-budget \S+ KiB is too small", message)
+        assert re.search(r"--offload-budget \S+ KB is too small", message)
     assert not (tmp_path / "run").exists()
-    assert [line["event"] for line in run(f"{flags} {least}")].count("stage") == 2
+    expected, _ = metrics(log_of(plainly)), capsys.readouterr()
+    lines = run(f"{flags} {least}")
+    assert "gradients and weights on the host" in capsys.readouterr().out
+    assert metrics(lines) == expected
+    assert [line["event"] for line in lines].count("stage") == 2
     assert len(pseudo.owners_to_come(settings.pseudo, 8, 0.6)) == 1, "past stages do not count"
 
 
