@@ -144,11 +144,12 @@ class Optimizers:
         directions = look_ahead(matrices, momenta)
         if is_shard(matrices[0]):
             directions = gather(directions, matrices)
-        stacked = stack(directions, self.device)  # (n, rows, columns)
-        update = orthogonalised_by_ranks(stacked.to(self.device, non_blocking=True), heights)
+        # The same name again, so that the list is freed before the iteration takes its memory.
+        directions = stack(directions, self.device)  # (n, rows, columns)
+        update = orthogonalised_by_ranks(directions.to(self.device, non_blocking=True), heights)
         weights = [rows_here(matrix) for matrix in matrices]
         torch._foreach_mul_(weights, 1 - lr * self.weight_decay)  # a GPU may still orthogonalise
-        update = stacked.copy_(update) if stacked.is_pinned() else update.to(weights[0])
+        update = directions.copy_(update) if directions.is_pinned() else update.to(weights[0])
         if is_shard(matrices[0]):
             update = scatter(update, len(weights[0]))
         # If the heights differ, none exceeds the number of columns: one rate serves them all.
@@ -252,10 +253,11 @@ MOMENTUM = 0.95
 
 
 def newton_schulz(X: Tensor) -> Tensor:
-    """Push all singular values of X (n, m, k) towards 1; none may be above it.
+    """Push all singular values of X (n, m, k) towards 1.
 
     X <- a X + b A X + c A^2 X,  A = X X^T
     """
+    X = normalised(X)
     for _ in range(ITERATIONS):
         A = X @ X.mT  # (n, m, m)
         X = polynomial(A) @ X
@@ -268,6 +270,7 @@ def newton_schulz_by_gram(X: Tensor) -> Tensor:
     An iteration replaces X by Z X, where Z is a polynomial in A, and so A by Z A Z. The product of
     all Z is found first, and X multiplied only once. Not for bf16: errors of A would grow.
     """
+    X = normalised(X)
     A = X @ X.mT  # (n, m, m)
     Z = product = polynomial(A)
     for _ in range(ITERATIONS - 1):
@@ -275,6 +278,11 @@ def newton_schulz_by_gram(X: Tensor) -> Tensor:
         Z = polynomial(A)
         product = Z @ product
     return product @ X
+
+
+def normalised(X: Tensor) -> Tensor:
+    """Divide matrices by their norms, so that no singular value is above 1."""
+    return X / X.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
 
 
 def polynomial(A: Tensor) -> Tensor:
@@ -296,7 +304,6 @@ def orthogonalised(matrices: Tensor) -> Tensor:
     """
     is_tall = matrices.shape[1] > matrices.shape[2]
     X = matrices.mT if is_tall else matrices  # (n, m, k)
-    X = X / X.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     is_long = X.shape[2] >= 2 * X.shape[1]
     by_gram = is_long and X.dtype != torch.bfloat16
     X = newton_schulz_by_gram(X) if by_gram else newton_schulz(X)
