@@ -534,7 +534,7 @@ class Link:
                 totals.append(0)
             starts.append((len(totals) - 1, totals[-1]))
             totals[-1] += aligned
-        self.pieces += [torch.empty(total, dtype=torch.uint8) for total in totals]
+        self.pieces = [torch.empty(total, dtype=torch.uint8) for total in totals]
         if self.up:
             self.lock()
         return [

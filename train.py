@@ -308,10 +308,8 @@ def assemble(
     # 4. Move to the device after loading; with --offload only the part that has room there.
     offloaded = None
     if s.offload.on:
-        muon = s.optim.optimizer == "muon"
-        placement = offload.placement_for(s.offload, model, runtime, muon)
-        early = runtime.world_size == 1
-        offloaded = offload.Offload(placement, model, runtime.device, early)
+        placement = offload.placement_for(s.offload, model, runtime, s.optim.optimizer == "muon")
+        offloaded = offload.Offload(placement, model, runtime.device, early=runtime.world_size == 1)
     if not (offloaded or s.run.fsdp):
         model.to(runtime.device)
     # 5. Wrap in DDP before making the optimizers: it regroups gradients into buckets of its own.

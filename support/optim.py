@@ -115,10 +115,7 @@ class Optimizers:
 
     @torch.no_grad()
     def step(self, lr: float, only: Collection[str] | None = None) -> None:
-        """Update the weights that have a gradient, and free the gradients.
-
-        Args: only names of the parameters to update; None for all
-        """
+        """Update all weights that have a gradient, or `only` those named; free the gradients."""
         names = self.named if only is None else only
         chosen = {name for name in names if self.named[name].grad is not None}
         matrices = [name for name in self.matrices if name in chosen]
@@ -338,10 +335,7 @@ def stack(matrices: list[Tensor], device: torch.device) -> Tensor:
 
 
 def orthogonalised_by_ranks(stacked: Tensor, heights: tuple[int, ...]) -> Tensor:
-    """Orthogonalise (n, rows, columns), the same on all ranks; of 6, each of 4 ranks does 2 or 0.
-
-    Returns: the same shape, bf16 on a GPU, else fp32
-    """
+    """Orthogonalise (n, rows, columns), equal on all ranks; of 6, each of 4 ranks does 2 or 0."""
     dtype = torch.bfloat16 if stacked.is_cuda else torch.float32
     matrices = stacked.reshape(-1, sum(heights), stacked.shape[2])
     if not dist.is_initialized():
@@ -389,11 +383,8 @@ def lr_at(optim: OptimConfig, tokens: float) -> float:
     """Return the learning rate at this point of the clock.
 
     It rises linearly from 0 to `lr` over `warmup_tokens` and then falls to `lr * min_lr` at the end
-    of the budget:
-      cosine  along half a cosine wave
-      linear  along a straight line
-      wsd     not at all at first, then along a straight line over the last fifth of the budget
-              (warmup-stable-decay, arXiv 2404.06395)
+    of the budget: along half a cosine wave, along a line, or with wsd (warmup-stable-decay, arXiv
+    2404.06395) along a line over the last fifth of the budget.
 
     Example: lr 1, cosine, warmup 10, a budget of 110: 0.5 at 5, 1 at 10, 0.5 at 60, 0 at 110
     """
