@@ -20,7 +20,7 @@ stages, model, state, gradients, settings. The technique acts where the code say
 
     config.py   build             `resolved` fills in defaults and refuses what cannot work
     plan.py     tokens_by_layer   absent layers cost nothing on the clock
-    train.py    go                `owners_to_come`: --offload needs room for every stage
+    train.py    models_to_come    `owners_to_come`: --offload needs room for every stage
                 assemble          `share`: when a run starts or resumes, and after each stage
                 train             `next_trainer`: when `owners_at` changes, hand the state over and
                                   assemble again

@@ -49,8 +49,7 @@ from config import Config
 from data import Data, open_data
 from evaluate import Evaluation
 from kernels.triton_here import why_not
-from model import Batch, BlockRunner, Transformer, run_plain, run_recomputed
-from offload import Offload, Placement, placement_for
+from model import Batch, BlockRunner, Transformer, TransformerConfig, run_plain, run_recomputed
 from plan import Plan, Step, announce, read_ahead, spent
 from support.checkpoint import assign
 from support.clock import StepContext, due, generator, seed_of
@@ -115,13 +114,13 @@ def go(run: Run, data: Data, micro_batch: int) -> int:
             runtime.say(f"{run.folder} is finished: its {s.optim.tokens:,} tokens are consumed")
             return 0
     if s.offload.on:
-        models = [empty_model(shape)]
-        if s.pseudo.on:  # check every stage now, so that none fails hours into the run
-            progress = run.clock.consumed_tokens / s.optim.schedule_tokens
-            stages = pseudo.owners_to_come(s.pseudo, s.model.layers, progress)
-            models += [pseudo.share(empty_model(shape), owners) for owners in stages]
-        placements = [placement_of(s, model, runtime) for model in models]
-        runtime.say(offload.in_words(placements[0], runtime.host_free))
+        offload.preview(
+            s.offload,
+            models=models_to_come(run, shape),
+            runtime=runtime,
+            muon=s.optim.optimizer == "muon",
+            fsdp=s.run.fsdp,
+        )
     announce(plan, run, micro_batch)
     if is_compiled(s, runtime):
         runtime.say("compile: blocks are compiled as their shapes come, which takes seconds")
@@ -153,6 +152,16 @@ def go(run: Run, data: Data, micro_batch: int) -> int:
     resume = f"{launcher()} train.py --resume --out {run.folder}"
     runtime.say(f"stopped at step {run.clock.step}; continue with: {resume}")
     return 128 + stopped_by
+
+
+def models_to_come(run: Run, shape: TransformerConfig) -> list[Transformer]:
+    """The whole model and that of every stage of --pseudo from now on, without their weights."""
+    s, models = run.settings, [empty_model(shape)]
+    if s.pseudo.on:
+        progress = run.clock.consumed_tokens / s.optim.schedule_tokens
+        for owners in pseudo.owners_to_come(s.pseudo, s.model.layers, progress):
+            models.append(pseudo.share(empty_model(shape), owners))
+    return models
 
 
 def train(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> int:
@@ -303,8 +312,8 @@ def assemble(
     # 4. Move to the device after loading; with --offload only the part that has room there.
     offloaded = None
     if s.offload.on:
-        offloaded = Offload(placement_of(s, model, runtime), early=runtime.world_size == 1)
-        offloaded.move(model, runtime.device)
+        placement = offload.placement_for(s.offload, model, runtime, s.optim.optimizer == "muon")
+        offloaded = offload.Offload(placement, model, runtime.device, early=runtime.world_size == 1)
     if not (offloaded or s.run.fsdp):
         model.to(runtime.device)
     # 5. Wrap in DDP before making the optimizers: it regroups gradients into buckets of its own.
@@ -317,7 +326,7 @@ def assemble(
         offloaded.parameters(named) if offloaded else named,
         kind=s.optim.optimizer,
         weight_decay=s.optim.weight_decay,
-        betas=(s.optim.beta1, s.optim.beta2),
+        beta2=s.optim.beta2,
         device=runtime.device,
     )
     if state:
@@ -340,12 +349,6 @@ def is_compiled(settings: Config, runtime: Runtime) -> bool:
     return asked == "on" or (asked == "auto" and kind == "cuda" and why_not(kind) is None)
 
 
-def placement_of(settings: Config, model: Transformer, runtime: Runtime) -> "Placement":
-    """What --offload keeps in host memory."""
-    muon, fsdp = settings.optim.optimizer == "muon", settings.run.fsdp
-    return placement_for(settings.offload, model, runtime, muon=muon, fsdp=fsdp)
-
-
 @dataclass
 class Trainer:
     """An assembled model, which can make one optimizer step."""
@@ -357,7 +360,7 @@ class Trainer:
     optimizers: Optimizers
     micro_batch: int  # rows, at full length
     owners: tuple[int, ...] | None  # --pseudo: for each layer, the layer whose weights it uses
-    offloaded: "Offload | None"
+    offloaded: offload.Offload | None
 
     def train_step(self, step: Step) -> Done:
         """Forward and backward over this rank's rows, micro-batch by micro-batch; clip; step."""
@@ -423,7 +426,7 @@ def block_runner(
     context: StepContext,
     batch: Batch,
     row_numbers: torch.Tensor,
-    offloaded: "Offload | None",
+    offloaded: offload.Offload | None,
 ) -> BlockRunner:
     """How the blocks of a micro-batch are run. Each technique wraps the one before it."""
     run_block = run_recomputed if settings.run.checkpoint_activations else run_plain

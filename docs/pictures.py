@@ -219,16 +219,15 @@ def stages() -> str:
 
 
 def timeline() -> str:
-    """A micro-batch with offload, the example of offload.py's head at 18 MiB.
+    """A micro-batch with offload, the example of offload.py's head.
 
     All its work is done here, and drawn in the order in which it was begun. A block's forward pass
     takes a unit of time, and so does copying its weights or gradients.
     """
     model = Transformer(TransformerConfig("gpt", 6, 4, 128, 512, 256, 4160, "rope"))
-    placement = offload.place(offload.parts_of(model, muon=True), 18 * offload.MIB, "fp32")
-    offloaded = offload.Offload(placement)
-    offloaded.move(model, torch.device("cpu"))
-    weights = {m.source.data_ptr(): m.part.layers[0] for m in offloaded.matrices()}
+    parts = offload.parts_of(model, muon=True, dtype=torch.float32)
+    offloaded = offload.Offload(offload.place(parts, 19_000_000), model, torch.device("cpu"))
+    weights = {m.weight.data_ptr(): m.part.layers[0] for m in offloaded.matrices}
     free, work, backward = Counter(), [], []  # when a lane is; what it did; layers to go back
 
     def note(lane, length, layer):
@@ -256,7 +255,7 @@ def timeline() -> str:
         work.clear()
         row = torch.zeros(1, 2, dtype=torch.int64)
         loss = model(Batch(row, row, None, None))
-        with offloaded.around_backward(last=False):
+        with offloaded.around_backward(is_last=False):
             loss.backward()
     lanes, begin = ("compute", "copy up", "copy down"), work[0][1]
     scale = (WIDTH - 24) / (max(free.values()) - begin)

@@ -1,33 +1,32 @@
 """The optimizers and the learning rate: which update each parameter gets, and how large it is.
 
-adamw: Loshchilov & Hutter, arXiv 1711.05101. Weight decay applies to matrices, not to biases and
-       norms. We call torch's fused implementation, which exists for CPU, CUDA and MPS.
-muon:  Jordan et al. 2024 (kellerjordan.github.io/posts/muon), for the matrices of the blocks. If
+adamw  Loshchilov & Hutter, arXiv 1711.05101. Weight decay applies to matrices, not to biases and
+       norms. We call torch's fused implementation.
+muon   Jordan et al. 2024 (kellerjordan.github.io/posts/muon), for the matrices of the blocks. If
        U S V^T is a matrix's momentum, the matrix moves along U V^T: by the same amount in every
-       direction, however unequal the gradient was. U V^T takes a few matrix products, which
-       evaluate odd polynomials that push every singular value towards 1. The update is scaled to
-       the size of AdamW's (arXiv 2502.16982, eq. 4), so that both share one learning rate. Update
-       and state are the same as torch.optim.Muon's.
+       direction, however unequal the gradient was. The update is scaled to the size of AdamW's
+       (arXiv 2502.16982, eq. 4), so both share one learning rate. Update and state are the same as
+       torch.optim.Muon's.
 
-One Muon step of the nano GPT, which has four blocks of width 128. Matrices of the same shape are
-orthogonalised as one batch; queries, keys and values count as separate matrices (CHANGELOG has the
-gain):
+Muon takes equal matrices as one batch, and queries, keys and values as separate matrices. With four
+blocks of width 128:
 
-    c_attn        4 of 384 x 128   12 matrices of 128 x 128
-    attn.c_proj   4 of 128 x 128    4 matrices
-    mlp.c_fc      4 of 512 x 128    4 matrices: one side is 4 times the other, so in fp32 the
-    mlp.c_proj    4 of 128 x 512    4 matrices  iteration runs on X X^T, 128 x 128
+    c_attn        4 of 384 x 128   12 matrices of 128 x 128: `newton_schulz`
+    attn.c_proj   4 of 128 x 128    4 matrices: the same
+    mlp.c_fc      4 of 512 x 128    4 matrices: one side is 4 times the other, so in fp32
+    mlp.c_proj    4 of 128 x 512    4 matrices  `newton_schulz_by_gram`
     the rest      embedding, head, biases, norms: AdamW
 
-With several ranks, each orthogonalises a share of every batch, and they exchange the results. With
---fsdp they first gather the rows of what is orthogonalised, and each keeps its rows of the results.
+With several ranks, each orthogonalises a share of every batch, and they exchange the results; with
+--fsdp they first gather the rows of each matrix.
 
-The learning rate is a pure function of the clock. The training loop is in train.py.
+In reading order: settings, `Optimizers`, which train.py makes and calls, Muon (`newton_schulz` is
+its core), and the learning rate, a function of the clock.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +40,8 @@ from support.fsdp import as_dtensor, is_shard, norm_over_ranks, rows_here
 from support.settings import flag
 
 SCHEDULES = ("cosine", "linear", "wsd")
+DECAY_SHARE = 0.2  # of the budget, over which wsd decays
+BETA1 = 0.9  # AdamW's first-moment decay
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,7 @@ class OptimConfig:
         "consumed-tokens", "what the --lr schedule counts", ("consumed-tokens", "layer-tokens")
     )
     warmup_tokens: int | None = flag(None, "tokens of linear warmup (default: 2 % of --tokens)")
-    decay_share: float = flag(0.2, "share of --tokens over which wsd decays", hidden=True)
     weight_decay: float = flag(0.1, "decay of matrices and embeddings", least=0)
-    beta1: float = flag(0.9, "AdamW's first-moment decay", hidden=True)
     beta2: float | None = flag(
         None, "AdamW's beta2 (default: 0.95, nano GPT 0.99, BERT 0.999)", least=0, below=1
     )
@@ -71,50 +70,14 @@ class OptimConfig:
     grad_clip: float = flag(1.0, "maximum gradient norm; 0: no clipping", least=0)
 
 
-# ---- which update each parameter gets
-
-
-def is_for_muon(name: str, tensor: Tensor) -> bool:
-    """Whether Muon, if chosen, updates this parameter: true of the matrices in blocks."""
-    return name.startswith("h.") and tensor.ndim > 1
-
-
-def parts_of(name: str, named: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """Return the row counts of the matrices stacked in a parameter; the pattern may repeat.
-
-    Example: (C,) for queries, keys and values stacked as (3 C, C); (C, n, n) with grouped queries
-    """
-    rows, columns = named[name].shape
-    if name.endswith("c_attn.weight"):
-        others = (rows - columns) // 2  # rows of the keys, and of the values
-        return (columns,) if others == columns else (columns, others, others)
-    if name.endswith("c_fc.weight"):  # with a gate, it has twice as many rows as c_proj has columns
-        return (named[name.replace("c_fc", "c_proj")].shape[1],)
-    return (rows,)
-
-
-def state_bytes(named: Mapping[str, Tensor], muon: bool, shards: int = 1) -> dict[str, int]:
-    """Return the bytes of weights, gradients and optimizer state on one rank.
-
-    Muon keeps one number for each weight, AdamW two. The tensors may be on the meta device.
-
-    Args: shards how many ranks share the rows of each parameter (--fsdp)
-    """
-    weights = state = 0
-    for name, tensor in named.items():
-        size = tensor[: -(-len(tensor) // shards)].nbytes
-        weights += size
-        state += size if muon and is_for_muon(name, tensor) else 2 * size
-    return {"weights": weights, "gradients": weights, "optimizer": state}
+# ---- the optimizers
 
 
 class Optimizers:
     """The parameters, their optimizer state, and their update.
 
-    One step is `loss.backward()`, `clip_gradients`, `step`. AdamW is torch's function and not its
-    Optimizer class, whose first step imports torch's compiler, which takes more than a second.
-
     Args: named  the parameters, by the names under which their state is saved
+          kind   adamw | muon
           device that computes, if some parameters are on the host; None for the parameters' device
     """
 
@@ -123,10 +86,10 @@ class Optimizers:
         named: dict[str, nn.Parameter],
         kind: str,
         weight_decay: float,
-        betas: tuple[float, float],
+        beta2: float,
         device: torch.device | None = None,
     ):
-        self.named, self.weight_decay, self.betas = named, weight_decay, betas
+        self.named, self.weight_decay, self.beta2 = named, weight_decay, beta2
         self.is_muon = kind == "muon"
         self.matrices = [n for n, p in named.items() if self.is_muon and is_for_muon(n, p)]
         self.matrices.sort(key=lambda name: not name.endswith("c_attn.weight"))
@@ -139,10 +102,9 @@ class Optimizers:
 
     def clip_gradients(self, clip: float) -> Tensor:
         """Clip the gradients' total norm to `clip` (0: no clipping); return the norm before."""
-        by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
-        for gradient in (rows_here(p.grad) for p in self.parameters if p.grad is not None):
-            by_device[gradient.device].append(gradient)
-        norms = [torch.nn.utils.get_total_norm(gradients) for gradients in by_device.values()]
+        gradients = [rows_here(p.grad) for p in self.parameters if p.grad is not None]
+        by_device = grouped(gradients, lambda gradient: gradient.device)
+        norms = [torch.nn.utils.get_total_norm(group) for group in by_device]
         if len(norms) > 1:
             norms = [torch.nn.utils.get_total_norm([norm.to(self.device) for norm in norms])]
         norm = norms[0]
@@ -152,46 +114,60 @@ class Optimizers:
         return norm
 
     @torch.no_grad()
-    def step(self, lr: float, only: set[Tensor] | None = None) -> None:
-        """Update the weights that have a gradient, and free the gradients.
-
-        Args: only the parameters to update; None for all
-        """
-        chosen = {
-            name
-            for name, p in self.named.items()
-            if p.grad is not None and (only is None or p in only)
-        }
-        alike: dict[tuple, list[str]] = defaultdict(list)  # matrices that are updated as one batch
-        for name in filter(chosen.__contains__, self.matrices):
-            tensor = self.named[name]
-            alike[parts_of(name, self.named), tensor.shape, tensor.device].append(name)
-        for (parts, *_), names in alike.items():
-            matrices = [self.named[name] for name in names]
-            momenta = [self.state_tensor(name, "momentum_buffer") for name in names]
-            update_by_muon(matrices, momenta, parts, lr, self.weight_decay, on=self.device)
-        by_device: dict[tuple, list[str]] = defaultdict(list)
-        for names, decay in ((self.decayed, self.weight_decay), (self.plain, 0.0)):
-            for name in filter(chosen.__contains__, names):
-                by_device[decay, self.named[name].device].append(name)
-        for (decay, _), names in by_device.items():
-            self.update_by_adamw(names, lr, decay)
+    def step(self, lr: float, only: Collection[str] | None = None) -> None:
+        """Update all weights that have a gradient, or `only` those named; free the gradients."""
+        names = self.named if only is None else only
+        chosen = {name for name in names if self.named[name].grad is not None}
+        matrices = [name for name in self.matrices if name in chosen]
+        for batch in grouped(matrices, self.muon_batch_of):
+            self.update_by_muon(batch, lr)
+        for names, weight_decay in ((self.decayed, self.weight_decay), (self.plain, 0.0)):
+            names = [name for name in names if name in chosen]
+            for batch in grouped(names, lambda name: self.named[name].device):
+                self.update_by_adamw(batch, lr, weight_decay)
         for name in chosen:
             self.named[name].grad = None
 
+    def muon_batch_of(self, name: str) -> tuple:
+        """Return what matrices of one batch have in common."""
+        matrix = self.named[name]
+        return heights_of(name, self.named), matrix.shape, matrix.device
+
+    def update_by_muon(self, names: list[str], lr: float) -> None:
+        """Update a batch of matrices, and their momenta, by their gradients."""
+        matrices = [self.named[name] for name in names]
+        momenta = [self.state_tensor(name, "momentum_buffer") for name in names]
+        heights = heights_of(names[0], self.named)
+        directions = look_ahead(matrices, momenta)
+        if is_shard(matrices[0]):
+            directions = gather(directions, matrices)
+        # The same name again, so that the list is freed before the iteration takes its memory.
+        directions = stack(directions, self.device)  # (n, rows, columns)
+        update = orthogonalised_by_ranks(directions.to(self.device, non_blocking=True), heights)
+        weights = [rows_here(matrix) for matrix in matrices]
+        torch._foreach_mul_(weights, 1 - lr * self.weight_decay)  # a GPU may still orthogonalise
+        update = directions.copy_(update) if directions.is_pinned() else update.to(weights[0])
+        if is_shard(matrices[0]):
+            update = scatter(update, len(weights[0]))
+        # If the heights differ, none exceeds the number of columns: one rate serves them all.
+        rate = lr * 0.2 * math.sqrt(max(heights[0], matrices[0].shape[1]))
+        torch._foreach_add_(weights, update.unbind(), alpha=-rate)
+
     def update_by_adamw(self, names: list[str], lr: float, weight_decay: float) -> None:
+        """Update parameters of one device by their gradients."""
         parameters = [self.named[name] for name in names]
-        steps = [self.state_tensor(name, "step") for name in names]
-        moments = ([self.state_tensor(n, m) for n in names] for m in ("exp_avg", "exp_avg_sq"))
-        gradients = [parameter.grad for parameter in parameters]
+        # Not torch.optim.AdamW, whose first step imports torch's compiler: more than a second.
         adamw(
-            *([rows_here(x) for x in tensors] for tensors in (parameters, gradients, *moments)),
+            [rows_here(parameter) for parameter in parameters],
+            [rows_here(parameter.grad) for parameter in parameters],
+            [rows_here(self.state_tensor(name, "exp_avg")) for name in names],
+            [rows_here(self.state_tensor(name, "exp_avg_sq")) for name in names],
             max_exp_avg_sqs=[],
-            state_steps=steps,
+            state_steps=[self.state_tensor(name, "step") for name in names],
             fused=True,
             amsgrad=False,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
+            beta1=BETA1,
+            beta2=self.beta2,
             lr=lr,
             weight_decay=weight_decay,
             eps=1e-8,
@@ -212,157 +188,180 @@ class Optimizers:
         return state_bytes(rows, self.is_muon)
 
     def state_dict(self) -> dict[str, dict[str, dict[str, Tensor]]]:
-        """Return the state by parameter name: {"state": {name: {...}}}.
-
-        Because of the names, it also fits a model whose parameters are in another order, on another
-        device, or made from other parameters (pseudo.py).
-        """
-        return {"state": {name: dict(remembered) for name, remembered in self.state.items()}}
+        """Return the state by parameter name, on which pseudo.py relies: {"state": {name: {}}}."""
+        return {"state": {name: dict(tensors) for name, tensors in self.state.items()}}
 
     def load_state_dict(self, saved: dict[str, dict[str, dict[str, Tensor]]]) -> None:
-        """Continue from a saved state; parameters that it does not name start without state.
-
-        The saved tensors are used as they are, and copied only if the parameter is on another
-        device.
-        """
+        """Continue from a saved state; parameters that it does not name start without state."""
         self.state = {}
-        for name, remembered in saved["state"].items():
-            parameter = self.named.get(name)
-            shape = None if parameter is None else parameter.shape
-            if any(tensor.ndim and tensor.shape != shape for tensor in remembered.values()):
+        for name, tensors in saved["state"].items():
+            shapes = {tensor.shape for tensor in tensors.values() if tensor.ndim}
+            if name not in self.named or shapes - {self.named[name].shape}:
                 raise ValueError(f"the optimizer's state of {name} does not fit the model")
-            if parameter is not None:
-                local = {key: tensor.to(parameter.device) for key, tensor in remembered.items()}
-                self.state[name] = local
+            device = self.named[name].device
+            self.state[name] = {what: tensor.to(device) for what, tensor in tensors.items()}
 
 
-# ---- Muon
+def grouped(items: Iterable, key: Callable) -> Iterable[list]:
+    """Group items that have the same key, in the order in which the keys appear."""
+    groups = defaultdict(list)
+    for item in items:
+        groups[key(item)].append(item)
+    return groups.values()
 
-# X <- a X + b (X X^T) X + c (X X^T)^2 X for each (a, b, c): Jordan's coefficients, five times.
-POLYNOMIALS = ((3.4445, -4.7750, 2.0315),) * 5
+
+def is_for_muon(name: str, tensor: Tensor) -> bool:
+    """Whether Muon, if chosen, updates this parameter: true of the matrices in blocks."""
+    return name.startswith("h.") and tensor.ndim > 1
+
+
+def heights_of(name: str, named: Mapping[str, Tensor]) -> tuple[int, ...]:
+    """Return the row counts of the matrices stacked in a parameter; the pattern may repeat.
+
+    Example: (C,) for queries, keys and values stacked as (3 C, C); (C, n, n) with grouped queries
+    """
+    rows, columns = named[name].shape
+    if name.endswith("c_attn.weight"):
+        n = (rows - columns) // 2  # rows of the keys, and of the values
+        return (columns,) if n == columns else (columns, n, n)
+    if name.endswith("c_fc.weight"):  # with a gate, it has twice as many rows as c_proj has columns
+        return (named[name.replace("c_fc", "c_proj")].shape[1],)
+    return (rows,)
+
+
+def state_bytes(named: Mapping[str, Tensor], muon: bool, shards: int = 1) -> dict[str, int]:
+    """Return the bytes of weights, gradients and optimizer state on one rank.
+
+    Args: shards how many ranks share the rows of each parameter (--fsdp)
+    """
+    weights = state = 0
+    for name, tensor in named.items():
+        size = tensor[: -(-len(tensor) // shards)].nbytes
+        weights += size
+        state += size if muon and is_for_muon(name, tensor) else 2 * size  # one moment, or two
+    return {"weights": weights, "gradients": weights, "optimizer": state}
+
+
+# ---- Muon: the iteration
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a, b, c, by Jordan
+ITERATIONS = 5
 MOMENTUM = 0.95
 
 
-def update_by_muon(
-    matrices: list[Tensor],
-    momenta: list[Tensor],
-    parts: tuple[int, ...],
-    lr: float,
-    weight_decay: float,
-    on: torch.device | None = None,
-) -> None:
-    """Update matrices of the same shape on one device, and their momenta, by their gradients.
+def newton_schulz(X: Tensor) -> Tensor:
+    """Push all singular values of X (n, m, k) towards 1.
 
-    Args: parts row counts of the matrices stacked in each tensor, from the top, repeated to its
-                end: (n,) for n rows each, (n, m) for n and m in turn
-          on    the device to orthogonalise on; None for the one that holds the matrices. Offloaded
-                matrices are in host memory, but a GPU orthogonalises them faster
+    X <- a X + b A X + c A^2 X,  A = X X^T
     """
-    rows, columns = matrices[0].shape
-    ahead = stack(directions(matrices, momenta), on)  # (n, rows, columns)
-    apart = ahead.to(on, non_blocking=True).reshape(-1, sum(parts), columns)
-    update = orthogonalised_by_all(apart, parts).reshape(ahead.shape)
-    weights = [rows_here(matrix) for matrix in matrices]
-    # If the parts differ, none has more rows than columns, so one rate serves them all.
-    rate = lr * 0.2 * math.sqrt(max(parts[0], columns))
-    torch._foreach_mul_(weights, 1 - lr * weight_decay)
-    update = ahead.copy_(update) if ahead.is_pinned() else update.to(weights[0])
-    if is_shard(matrices[0]):
-        first = dist.get_rank() * -(-rows // dist.get_world_size())
-        update = update[:, first : first + len(weights[0])]
-    torch._foreach_add_(weights, update.unbind(), alpha=-rate)
+    X = normalised(X)
+    for _ in range(ITERATIONS):
+        A = X @ X.mT  # (n, m, m)
+        X = polynomial(A) @ X
+    return X
 
 
-def directions(matrices: list[Tensor], momenta: list[Tensor]) -> list[Tensor]:
-    """Move the momenta towards the gradients; return Nesterov's look-ahead for all rows."""
-    gradients = [rows_here(matrix.grad) for matrix in matrices]
-    local = [rows_here(momentum) for momentum in momenta]
-    torch._foreach_lerp_(local, gradients, 1 - MOMENTUM)
-    ahead = torch._foreach_lerp(gradients, local, MOMENTUM)
-    if not is_shard(matrices[0]):
-        return list(ahead)
-    dtype = torch.bfloat16 if gradients[0].is_cuda else torch.float32
-    whole = map(as_dtensor, (rows.to(dtype) for rows in ahead), matrices)
-    return [matrix.full_tensor() for matrix in whole]
+def newton_schulz_by_gram(X: Tensor) -> Tensor:
+    """Do the same with two products of size k instead of ten, which pays for long X, k >= 2 m.
 
-
-def stack(matrices: list[Tensor], on: torch.device | None) -> Tensor:
-    """Stack matrices to (n, rows, columns), in page-locked memory if a GPU will copy them.
-
-    From pageable memory a GPU copies at a fraction of the speed, and the host has to wait.
+    An iteration replaces X by Z X, where Z is a polynomial in A, and so A by Z A Z. The product of
+    all Z is found first, and X multiplied only once. Not for bf16: errors of A would grow.
     """
-    first = matrices[0]
-    if on is None or on.type != "cuda" or first.is_cuda:
-        return torch.stack(matrices)
-    pinned = torch.empty(len(matrices), *first.shape, dtype=first.dtype, pin_memory=True)
-    return torch.stack(matrices, out=pinned)
+    X = normalised(X)
+    A = X @ X.mT  # (n, m, m)
+    Z = product = polynomial(A)
+    for _ in range(ITERATIONS - 1):
+        A = Z @ A @ Z
+        Z = polynomial(A)
+        product = Z @ product
+    return product @ X
 
 
-def orthogonalised_by_all(matrices: Tensor, parts: tuple[int, ...]) -> Tensor:
-    """Split `orthogonalised_parts` among the ranks: of 6 stacks, each of 4 ranks does at most 2.
-
-    Args: matrices (n, rows, columns), the same on all ranks
-    """
-    dtype = torch.bfloat16 if matrices.is_cuda else torch.float32
-    if not dist.is_initialized():
-        return orthogonalised_parts(matrices.to(dtype), parts)
-    n, world_size = len(matrices), dist.get_world_size()
-    share = -(-n // world_size)
-    local = matrices[dist.get_rank() * share :][:share]
-    padding = (0, 0, 0, 0, 0, share - len(local))  # append matrices of zeros
-    # (share, rows, columns)
-    local = orthogonalised_parts(F.pad(local, padding).to(dtype), parts).contiguous()
-    gathered = local.new_empty(world_size * share, *local.shape[1:])
-    # torch 2.13 renamed this function and warns about the old name.
-    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(gathered, local)
-    return gathered[:n]
+def normalised(X: Tensor) -> Tensor:
+    """Divide matrices by their norms, so that no singular value is above 1."""
+    return X / X.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
 
 
-def orthogonalised_parts(matrices: Tensor, parts: tuple[int, ...]) -> Tensor:
-    """Apply `orthogonalised` to each part, if the matrices consist of parts with these rows."""
-    if len(parts) == 1:
-        return orthogonalised(matrices)
-    return torch.cat([orthogonalised(part) for part in matrices.split(parts, dim=1)], dim=1)
+def polynomial(A: Tensor) -> Tensor:
+    """Return a I + b A + c A^2, (n, m, m)."""
+    a, b, c = COEFFICIENTS
+    Z = torch.baddbmm(A, A, A, beta=b, alpha=c)
+    Z.diagonal(dim1=1, dim2=2).add_(a)
+    return Z
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
     """Return U V^T, approximately, for every matrix U S V^T.
 
-    Singular values above 0.002 of the matrix's norm come out between 0.68 and 1.2. Smaller ones may
-    come out anywhere below that, because each iteration multiplies them by at most 3.4445.
+    Singular values above 0.002 of the matrix's norm come out between 0.68 and 1.2, smaller ones
+    below that: each iteration multiplies them by at most 3.4445.
 
-    An iteration replaces X by Z X, where Z is a polynomial in G = X X^T, and G by Z G Z. So we can
-    multiply all the Z together first and X only once, at the end. Long matrices in fp32 do so. For
-    nearly square ones it saves nothing, and in bf16 the errors of G would grow from one Z to the
-    next: both update X after each Z.
-
-    Args:    matrices (n, rows, columns) bf16 or fp32
-    Returns: the same shape and dtype; zeros stay zeros
-    Cost:    FLOPs of a matrix m x k, m <= k: 4 m^2 k + 34 m^3 if fp32 and k >= 2 m, else
-             5 (4 m^2 k + 2 m^3)
+    Args: matrices (n, rows, columns) bf16 or fp32
+    Cost: FLOPs of a matrix m x k, m <= k: 5 (4 m^2 k + 2 m^3), by Gram matrix 4 m^2 k + 34 m^3
     """
-    _, rows, columns = matrices.shape
-    is_tall, is_long = rows > columns, max(rows, columns) >= 2 * min(rows, columns)
-    at_once = len(POLYNOMIALS) if is_long and matrices.dtype != torch.bfloat16 else 1
+    is_tall = matrices.shape[1] > matrices.shape[2]
     X = matrices.mT if is_tall else matrices  # (n, m, k)
-    X = X / X.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # no singular value above 1
-    for start in range(0, len(POLYNOMIALS), at_once):
-        first, *others = POLYNOMIALS[start : start + at_once]
-        G = X @ X.mT  # (n, m, m)
-        Z = product = polynomial(G, *first)
-        for coefficients in others:
-            G = Z @ G @ Z
-            Z = polynomial(G, *coefficients)
-            product = Z @ product
-        X = product @ X  # (n, m, k)
+    is_long = X.shape[2] >= 2 * X.shape[1]
+    by_gram = is_long and X.dtype != torch.bfloat16
+    X = newton_schulz_by_gram(X) if by_gram else newton_schulz(X)
     return X.mT if is_tall else X
 
 
-def polynomial(G: Tensor, a: float, b: float, c: float) -> Tensor:
-    """Return a I + b G + c G^2, (n, m, m)."""
-    Z = torch.baddbmm(G, G, G, beta=b, alpha=c)
-    Z.diagonal(dim1=1, dim2=2).add_(a)
-    return Z
+# ---- Muon: from gradients to what is orthogonalised, and over ranks
+
+
+def look_ahead(matrices: list[Tensor], momenta: list[Tensor]) -> list[Tensor]:
+    """Move this rank's momenta towards its gradients; return Nesterov's directions."""
+    gradients = [rows_here(matrix.grad) for matrix in matrices]
+    momenta = [rows_here(momentum) for momentum in momenta]
+    torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
+    return list(torch._foreach_lerp(gradients, momenta, MOMENTUM))
+
+
+def gather(rows: list[Tensor], matrices: list[Tensor]) -> list[Tensor]:
+    """Return whole matrices, given this rank's rows, which are sharded as `matrices` are."""
+    dtype = torch.bfloat16 if rows[0].is_cuda else torch.float32
+    pairs = zip(rows, matrices, strict=True)
+    return [as_dtensor(part.to(dtype), like=matrix).full_tensor() for part, matrix in pairs]
+
+
+def stack(matrices: list[Tensor], device: torch.device) -> Tensor:
+    """Stack matrices to (n, rows, columns), in page-locked memory if a GPU will copy them."""
+    first = matrices[0]
+    if device.type != "cuda" or first.is_cuda:
+        return torch.stack(matrices)
+    pinned = torch.empty(len(matrices), *first.shape, dtype=first.dtype, pin_memory=True)
+    return torch.stack(matrices, out=pinned)
+
+
+def orthogonalised_by_ranks(stacked: Tensor, heights: tuple[int, ...]) -> Tensor:
+    """Orthogonalise (n, rows, columns), equal on all ranks; of 6, each of 4 ranks does 2 or 0."""
+    dtype = torch.bfloat16 if stacked.is_cuda else torch.float32
+    matrices = stacked.reshape(-1, sum(heights), stacked.shape[2])
+    if not dist.is_initialized():
+        return orthogonalised_each(matrices.to(dtype), heights).reshape(stacked.shape)
+    n, world_size = len(matrices), dist.get_world_size()
+    most = -(-n // world_size)  # matrices per rank
+    chunk = matrices[dist.get_rank() * most :][:most]
+    chunk = F.pad(chunk, (0, 0, 0, 0, 0, most - len(chunk)))  # append matrices of zeros
+    chunk = orthogonalised_each(chunk.to(dtype), heights).contiguous()
+    gathered = chunk.new_empty(world_size * most, *chunk.shape[1:])
+    # torch 2.13 renamed this function and warns about the old name.
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(gathered, chunk)
+    return gathered[:n].reshape(stacked.shape)
+
+
+def orthogonalised_each(matrices: Tensor, heights: tuple[int, ...]) -> Tensor:
+    """Apply `orthogonalised` to matrices (n, rows, columns), cut into these heights."""
+    if len(heights) == 1:
+        return orthogonalised(matrices)
+    return torch.cat([orthogonalised(part) for part in matrices.split(heights, dim=1)], dim=1)
+
+
+def scatter(matrices: Tensor, rows: int) -> Tensor:
+    """Return this rank's rows of matrices (n, rows, columns) that every rank has."""
+    first = dist.get_rank() * -(-matrices.shape[1] // dist.get_world_size())
+    return matrices[:, first : first + rows]
 
 
 # ---- the learning rate
@@ -377,18 +376,15 @@ def learning_rate(optim: OptimConfig, layers: int, before: Clock, after: Clock) 
 
 def decay_start(optim: OptimConfig) -> float:
     """Return where wsd starts to decay, in tokens of the clock that the learning rate follows."""
-    return max(optim.tokens * (1 - optim.decay_share), optim.warmup_tokens)
+    return max(optim.tokens * (1 - DECAY_SHARE), optim.warmup_tokens)
 
 
 def lr_at(optim: OptimConfig, tokens: float) -> float:
     """Return the learning rate at this point of the clock.
 
     It rises linearly from 0 to `lr` over `warmup_tokens` and then falls to `lr * min_lr` at the end
-    of the budget:
-      cosine  along half a cosine wave
-      linear  along a straight line
-      wsd     not at all at first, then along a straight line over the last `decay_share` of the
-              budget (warmup-stable-decay, arXiv 2404.06395)
+    of the budget: along half a cosine wave, along a line, or with wsd (warmup-stable-decay, arXiv
+    2404.06395) along a line over the last fifth of the budget.
 
     Example: lr 1, cosine, warmup 10, a budget of 110: 0.5 at 5, 1 at 10, 0.5 at 60, 0 at 110
     """

@@ -353,7 +353,7 @@ def places(trainer: Any) -> list[tuple]:
             has_weights = parameter.inner.untyped_storage().nbytes() >= parameter.nbytes
             moments = (x for x in trainer.optimizers.state[name].values() if x.ndim)
             has_state = all(isinstance(moment, OnDevice) for moment in moments)
-            result.append((part.offloaded if parameter.ndim > 1 else 0, has_weights, has_state))
+            result.append((part.level if parameter.ndim > 1 else 0, has_weights, has_state))
     return result
 
 

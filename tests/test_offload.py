@@ -28,22 +28,23 @@ import offload
 import pseudo
 import train
 from model import Batch, Transformer, TransformerConfig, run_plain, run_recomputed
-from offload import Landing, Link, Offload, Offloaded, Part, Placement, device_bytes, place
+from offload import Level, Link, Offload, OffloadConfig, Part, Placement, Slot, place
 from support.optim import Optimizers
 from support.runtime import Runtime
 from support.sizes import empty_model
 
 pytestmark = pytest.mark.usefixtures("no_sample_or_report")
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-NOTHING, STATE, GRADIENTS, WEIGHTS = Offloaded
-MIB = 2**20
-PLAIN = (NOTHING,) * 5  # nothing is moved
+FP32, BF16 = torch.float32, torch.bfloat16
+RESIDENT, HOSTED, GRADIENTS, STREAMED = Level
+MB = 10**6
+PLAIN = (RESIDENT,) * 5  # nothing is moved
 MIXTURES = {
-    "state": (NOTHING, STATE, STATE, STATE, STATE),
-    "gradients": (NOTHING, GRADIENTS, GRADIENTS, GRADIENTS, GRADIENTS),
-    "weights": (NOTHING, WEIGHTS, WEIGHTS, WEIGHTS, WEIGHTS),
-    "mixed": (STATE, NOTHING, WEIGHTS, GRADIENTS, STATE),
-    "all that can": (GRADIENTS, WEIGHTS, WEIGHTS, WEIGHTS, WEIGHTS),
+    "state": (RESIDENT, HOSTED, HOSTED, HOSTED, HOSTED),
+    "gradients": (RESIDENT, GRADIENTS, GRADIENTS, GRADIENTS, GRADIENTS),
+    "weights": (RESIDENT, STREAMED, STREAMED, STREAMED, STREAMED),
+    "mixed": (HOSTED, RESIDENT, STREAMED, GRADIENTS, HOSTED),
+    "all that can": (GRADIENTS, STREAMED, STREAMED, STREAMED, STREAMED),
 }
 
 
@@ -58,25 +59,22 @@ def small(kind="gpt", pos="learned", shared=False, blocks=4, **more):
 class Run:
     """Training steps of several micro-batches, with clipping, weight decay, a changing rate."""
 
-    def __init__(self, model, offloaded=PLAIN, kind="adamw", dtype="fp32", device=CPU):
+    def __init__(self, model, levels=PLAIN, kind="adamw", dtype=FP32, device=CPU):
         self.model, self.dtype, self.device = model, dtype, device
         self.losses, self.norms, self.number = [], [], 0
         self.gradients: list[dict] = []  # of each step, before clipping
-        pairs = zip(offload.parts_of(model, kind == "muon"), offloaded, strict=False)
-        parts = tuple(part._replace(offloaded=of_part) for part, of_part in pairs)
-        self.offloaded = Offload(Placement(parts, dtype, budget=0))
-        self.offloaded.move(model, device)
+        pairs = zip(offload.parts_of(model, kind == "muon", dtype), levels, strict=False)
+        parts = tuple(part._replace(level=level) for part, level in pairs)
+        self.offloaded = Offload(Placement(parts, budget=0), model, device)
         tensors = self.offloaded.parameters(dict(model.named_parameters()))
-        self.optimizers = Optimizers(tensors, kind, 0.1, (0.9, 0.95))
+        self.optimizers = Optimizers(tensors, kind, 0.1, 0.95)
 
-    def run_block(self, recomputed=False):
-        return self.offloaded.wrap_block(run_recomputed if recomputed else run_plain)
-
-    def backward(self, last, recomputed=False):
-        inputs = batch(packed=self.device == CPU, seed=self.number).to(self.device)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype != "fp32"):
-            loss = self.model(inputs, run_block=self.run_block(recomputed)) / 63
-        with self.offloaded.around_backward(last):
+    def backward(self, is_last, recomputed=False, inputs=None):
+        inputs = inputs or batch(packed=self.device == CPU, seed=self.number).to(self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype != FP32):
+            run_block = self.offloaded.wrap_block(run_recomputed if recomputed else run_plain)
+            loss = self.model(inputs, run_block=run_block) / 63
+        with self.offloaded.around_backward(is_last):
             loss.backward()
         self.losses.append(loss.detach())  # not item(), which would wait for the device
         self.number += 1
@@ -122,8 +120,8 @@ def assert_equal(weights, others):
 # ---- placement
 
 
-def kinds_of(placement):
-    return [part.offloaded for part in placement.parts]
+def levels_of(placement):
+    return [part.level for part in placement.parts]
 
 
 def test_the_example_at_the_head_of_offload_py_is_right():
@@ -132,83 +130,85 @@ def test_the_example_at_the_head_of_offload_py_is_right():
     model = empty_model(
         config.transformer_config(config.build(config.parse(flags)), vocab_size=4160)
     )
-    parts = offload.parts_of(model, muon=True)
-    whole, state, weights = (place(parts, b, "fp32") for b in (2**30, 25.5 * MIB, 18 * MIB))
-    held = [round(device_bytes(placement) / MIB, 2) for placement in (whole, state, weights)]
-    assert held == [25.84, 25.09, 17.59]
-    assert parts[3].numel == 196_608 and parts[3].numel * 4 == parts[3].state_bytes == 0.75 * MIB
-    assert kinds_of(state) == [NOTHING] * 3 + [STATE] + [NOTHING] * 3
-    assert kinds_of(weights) == [NOTHING, GRADIENTS, *[WEIGHTS] * 3, GRADIENTS, GRADIENTS]
+    parts = offload.parts_of(model, muon=True, dtype=FP32)
+    whole, state, weights = (place(parts, b * MB) for b in (1000, 26.7, 19))
+    held = [placement.device_bytes() for placement in (whole, state, weights)]
+    assert held == [27_099_136, 26_312_704, 18_448_384]
+    assert parts[3].numel == 196_608 and parts[3].state_bytes == 4 * parts[3].numel
+    assert levels_of(state) == [RESIDENT] * 3 + [HOSTED] + [RESIDENT] * 3
+    assert levels_of(weights) == [RESIDENT, GRADIENTS, *[STREAMED] * 3, GRADIENTS, GRADIENTS]
     for placement in (state, weights):
-        assert placement.parts[3].on_host("fp32") == 2.25 * MIB
-        assert offload.slot_bytes(placement) == 0.75 * MIB
-    assert STATE == max(kinds_of(place(parts, 18 * MIB, "fp32", most=STATE)))
-    too_small = refusal(place, parts, MIB, "fp32", most=STATE)
-    assert "several ranks offload only optimizer state" in too_small
-    said = "h.2: state on the host; h.3 to h.5: nothing on the host; 25.09 MiB of 25.50 MiB"
-    assert said in offload.in_words(state)
+        hosted = sum(level > RESIDENT for level in levels_of(placement))
+        assert placement.host_bytes() == (3 * hosted + 2) * 4 * parts[3].numel
+        assert placement.slot_bytes() == 4 * parts[3].numel
+    assert HOSTED == max(levels_of(place(parts, 19 * MB, most=HOSTED)))
+    assert "at least 10MB" in refusal(place, parts, MB)
+    assert "at least 19MB" in refusal(place, parts, MB, most=HOSTED), "of several ranks"
+    words = "h.2: state on the host; h.3 to h.5: nothing on the host; 26.3 MB of 26.7 MB"
+    assert words in offload.in_words(state)
 
 
 def test_gradients_of_a_shared_block_stay_on_the_device_until_its_last_use():
-    shared = Part("h.0", (0, 3), 1000, 8000, small=0, offloaded=WEIGHTS)
-    assert device_bytes(Placement((shared,), "fp32", 0)) == 4000 + 4 * 4000
+    shared = Part("h.0", (0, 3), 1000, 8000, small=0, level=STREAMED)
+    assert Placement((shared,), 0).device_bytes() == 4000 + 4 * 4000
 
 
 NUMEL = st.integers(1, 10**7)
 BLOCK = st.tuples(NUMEL, st.sampled_from([4, 8]), st.sampled_from([1, 1, 1, 2, 3]))
 
 
-def any_model(numel, blocks):
+def any_model(numel, blocks, dtype):
     """Make parts: blocks of several sizes, some shared by layers, and everything outside them."""
-    parts = [Part("outside", (), numel, 8 * numel, 99, embedding=numel, tied=True)]
-    for number, (numel, state, uses) in enumerate(blocks):
-        parts.append(Part(f"h.{number}", (number,) * uses, numel, state * numel, numel // 1000))
+    parts = [Part("outside", (), numel, 8 * numel, 99, numel, tied=True, dtype=dtype)]
+    for index, (numel, state, uses) in enumerate(blocks):
+        layers, small = (index,) * uses, numel // 1000
+        parts.append(Part(f"h.{index}", layers, numel, state * numel, small, dtype=dtype))
     return tuple(parts)
 
 
-MODEL = st.builds(any_model, NUMEL, st.lists(BLOCK, min_size=1, max_size=7))
+BLOCKS = st.lists(BLOCK, min_size=1, max_size=7)
+MODEL = st.builds(any_model, NUMEL, BLOCKS, st.sampled_from([FP32, BF16]))
 
 
-def placed(parts, budget, dtype):
+def placed(parts, budget):
     try:
-        return place(parts, budget, dtype)
+        return place(parts, budget)
     except ValueError as error:
-        return int(re.search(r"works is (\d+)MiB", str(error))[1])
+        return int(re.search(r"at least (\d+)MB", str(error))[1])
 
 
-@given(MODEL, st.sampled_from(["fp32", "bf16"]), st.floats(0, 1.1), st.floats(0, 1.1))
-def test_placements_fit_the_budget_and_offload_in_order(parts, dtype, share, more):
+@given(MODEL, st.floats(0, 1.1), st.floats(0, 1.1))
+def test_placements_fit_the_budget_and_offload_in_order(parts, share, more):
     """A refusal names the smallest budget that works. A larger budget never offloads more."""
-    whole = device_bytes(place(parts, 2**60, dtype))
+    whole = place(parts, 2**60).device_bytes()
     share, more = sorted((share, more))
-    placement, roomier = (placed(parts, int(s * whole), dtype) for s in (share, more))
+    placement, roomier = (placed(parts, int(s * whole)) for s in (share, more))
     if isinstance(placement, int):
         least = placement
-        assert device_bytes(placed(parts, least * MIB, dtype)) <= least * MIB
-        assert least == 1 or placed(parts, (least - 1) * MIB, dtype) == least
+        assert placed(parts, least * MB).device_bytes() <= least * MB
+        assert least == 1 or placed(parts, (least - 1) * MB) == least
         return
-    assert device_bytes(placement) <= share * whole
-    assert share < 1 or not any(kinds_of(placement))
-    assert all(b <= a for a, b in zip(kinds_of(placement), kinds_of(roomier), strict=True))
-    outside, *kinds = kinds_of(placement)
+    assert placement.device_bytes() <= share * whole
+    assert share < 1 or not any(levels_of(placement))
+    assert all(b <= a for a, b in zip(levels_of(placement), levels_of(roomier), strict=True))
+    outside, *kinds = levels_of(placement)
     assert max(kinds) - min(kinds) <= 1, "gradients leave only after all state has left, and so on"
-    assert outside == NOTHING or set(kinds) == {WEIGHTS}
-    assert outside < WEIGHTS
+    assert outside == RESIDENT or set(kinds) == {STREAMED}
+    assert outside < STREAMED
 
 
-def test_flags_give_the_placement_and_too_little_host_memory_a_warning(monkeypatch):
+def test_a_budget_gives_the_placement_and_too_little_host_memory_a_warning(monkeypatch):
     with torch.device("meta"):
         model = Transformer(TransformerConfig("gpt", 4, 2, 64, 2048, 24, 40))
     here = Runtime(0, 1, torch.device("cpu"), torch.float32, "", 24 * 10**6)
 
-    def placement(flags):
-        settings = config.build(config.parse(["--offload", *flags.split()]))
-        return offload.placement_for(settings.offload, model, here, muon=True, fsdp=False)
+    def placement(budget):
+        return offload.placement_for(OffloadConfig(True, budget), model, here, muon=True)
 
-    placed = placement("--offload-budget 12MB")
-    assert any(kinds_of(placed)) and placement("") == placed, "auto is half of the free memory"
-    assert not any(kinds_of(placement("--offload-budget 1GiB")))
-    needed = offload.host_bytes(placed)
+    placed = placement("12MB")
+    assert any(levels_of(placed)) and placement("auto") == placed, "half of the free memory"
+    assert not any(levels_of(placement("1GiB")))
+    needed = placed.host_bytes()
     assert "WARNING" not in offload.in_words(placed, needed)
     assert "WARNING: the host has only" in offload.in_words(placed, needed - 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -240,12 +240,12 @@ def test_every_placement_equals_the_plain_run_bitwise(model, micro_batches, kind
     """Parts are offloaded one after the other. Each placement makes two steps."""
     more = {"micro_batches": micro_batches, "recomputed": "shared" in model}
     without = Run(small(**model), kind=kind).steps(2, **more)
-    parts = offload.parts_of(without.model, muon=False)
-    order, leaving = offload.order_of_leaving(parts), [NOTHING] * len(parts)
-    assert len(order) == 3 * len(parts) - 1
-    for number, of_part in order:
-        leaving[number] = of_part
-        run = Run(small(**model), tuple(leaving), kind).steps(2, **more)
+    levels = [RESIDENT] * len(offload.parts_of(without.model, False, FP32))
+    order = offload.offload_order(len(levels))
+    assert len(order) == 3 * len(levels) - 1
+    for index, level in order:
+        levels[index] = level
+        run = Run(small(**model), tuple(levels), kind).steps(2, **more)
         assert_same(run, without)
     assert_equal(run.offloaded.weights(), without.model.state_dict())  # keys for every layer
 
@@ -270,8 +270,9 @@ class Race(AssertionError):
 class Stream:
     """A stream of a GPU, or the host, with a vector clock: the work of others that it follows."""
 
-    def __init__(self, name):
-        self.name, self.after = name, Counter()
+    def __init__(self, name, host=None):
+        self.name, self.host, self.after = name, host or self, Counter()
+        self.waits = self.reads = 0  # of a host, for events and numbers
 
     def wait_stream(self, other):
         self.after |= other.after  # the maximum of each
@@ -312,11 +313,9 @@ class Gpu(TorchDispatchMode):
 
     def __init__(self, monkeypatch, run):
         super().__init__()
-        self.host, self.compute, self.up, self.down = map(Stream, ("host", "compute", "up", "down"))
-        self.host.waits = self.host.reads = 0  # of events, of numbers
-        for stream in (self.compute, self.up, self.down):
-            stream.host = self.host
-        self.current = self.compute
+        self.host = Stream("host")
+        self.up, self.down = Stream("up", self.host), Stream("down", self.host)
+        self.compute = self.current = Stream("compute", self.host)
         self.accesses = defaultdict(list)  # by storage
         self.race = None
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
@@ -390,16 +389,16 @@ class Gpu(TorchDispatchMode):
             raise self.race
 
 
-def on_streams(monkeypatch, mixture, dtype="fp32"):
+def on_streams(monkeypatch, mixture, dtype=FP32):
     """Make two steps on the simulated GPU."""
     run = Run(small(), MIXTURES[mixture], dtype=dtype)
     with Gpu(monkeypatch, run):
-        run.offloaded.send(run.offloaded.matrices())
+        run.offloaded.send(run.offloaded.matrices)
         run.steps(2)
     return run
 
 
-WITH_DTYPES = [*((mixture, "fp32") for mixture in MIXTURES), ("mixed", "bf16"), ("weights", "bf16")]
+WITH_DTYPES = [*((mixture, FP32) for mixture in MIXTURES), ("mixed", BF16), ("weights", BF16)]
 
 
 @pytest.mark.parametrize(("mixture", "dtype"), WITH_DTYPES)
@@ -410,13 +409,12 @@ def test_streams_do_not_race_and_results_equal_the_plain_run(mixture, dtype, mon
     assert_same(on_streams(monkeypatch, mixture, dtype), plain(2, dtype=dtype))
 
 
-BEGIN = Landing.begin
+RECEIVE = Slot.receive
 
 
-def without_keeping_the_gradient(landing, name, part, gradient):
-    BEGIN(landing, name, part, gradient)
-    copies = landing.copies[landing.slot]
-    copies[name] = None, copies[name][1]
+def without_keeping_the_gradient(slot, matrix, gradient, link):
+    RECEIVE(slot, matrix, gradient, link)
+    slot.arrivals[matrix] = slot.arrivals[matrix]._replace(gradient=None)
 
 
 nothing = Mock()
@@ -425,7 +423,7 @@ MISSING = [
     (Link, "wait", nothing, "weights"),
     (Stream, "wait_stream", nothing, "gradients"),  # the wait of copies for computations
     (Event, "synchronize", nothing, "state"),
-    (Landing, "begin", without_keeping_the_gradient, "gradients"),
+    (Slot, "receive", without_keeping_the_gradient, "gradients"),
 ]
 
 
@@ -440,16 +438,16 @@ def test_the_host_waits_only_for_gradients_copied_two_blocks_ago(monkeypatch):
     run = Run(small(), MIXTURES["gradients"])
     with Gpu(monkeypatch, run) as gpu:
         for number in range(1, 4):
-            run.backward(last=False)
+            run.backward(is_last=False)
             assert (gpu.host.waits, gpu.host.reads) == (4 * number - 2, 0)
-        run.backward(last=True)
+        run.backward(is_last=True)
         assert (gpu.host.waits, gpu.host.reads) == (4 * 4, 0)
 
 
 def test_weights_are_copied_while_the_previous_block_computes(monkeypatch):
     """Where the backward or the next forward pass begins, weights stay and are not copied again."""
     run, log, copy = Run(small(), MIXTURES["weights"]).steps(1), [], Link.copy
-    layers = {m[0].source.data_ptr(): layer for layer, m in run.offloaded.streamed.items()}
+    layers = {m[0].weight.data_ptr(): layer for layer, m in run.offloaded.streamed.items()}
 
     def noted(link, stream, pairs):
         pairs = list(pairs)
@@ -474,8 +472,7 @@ def test_memory_is_page_locked_in_pieces_that_split_no_tensor(monkeypatch, capsy
     If the driver refuses a piece, one line says so and training continues. CUDA reports the refusal
     again to the next call, which must not be a kernel.
     """
-    expected = {n: (torch.Size([n]), torch.uint8) for n in (600, 300, 200, 2000, 64, 0, 63)}
-    link, locked = Link(CPU), {}
+    sizes, link, locked = [600, 300, 200, 2000, 64, 0, 63], Link(CPU), {}
 
     def register(address, size, flags):
         if sum(locked.values()) + size > 1300:
@@ -490,11 +487,11 @@ def test_memory_is_page_locked_in_pieces_that_split_no_tensor(monkeypatch, capsy
         patch.setattr(Link, "PIECE", 1024)
         patch.setattr(torch, "zeros", Mock(side_effect=RuntimeError))
         link.up = Stream("up")
-        memory = link.memory(expected)
+        memory = link.memory(sizes)
         torch.zeros.assert_called_once_with(1, device=CPU)
     pieces = {piece.data_ptr(): piece.nbytes for piece in link.pieces}
     assert list(pieces.values()) == [960, 256, 2048, 128]
-    assert all(tensor.shape == (size,) for size, tensor in memory.items()), "none is split"
+    assert [len(tensor) for tensor in memory] == sizes, "none is split"
     assert locked == dict([*pieces.items()][:2])
     assert capsys.readouterr().err.count("\n") == 1
     del link
@@ -518,13 +515,10 @@ def most_bytes(run, micro_batches, V, T):
     """
 
     def step():
-        for number in range(micro_batches):
+        for number in range(1, micro_batches + 1):
             tokens = torch.randint(V, (1, T))
             inputs = Batch(tokens, tokens.roll(-1, 1), None, None)
-            loss = run.model(inputs, run_block=run.run_block()) / T
-            with run.offloaded.around_backward(number == micro_batches - 1):
-                loss.backward()
-            del loss
+            run.backward(number == micro_batches, inputs=inputs)
         run.update()
 
     step()
@@ -541,7 +535,7 @@ def most_bytes(run, micro_batches, V, T):
     return sum(storages.values()) + max(accumulate(event.nbytes() for event in changes))
 
 
-OFFLOADED = [(STATE, NOTHING), (GRADIENTS, NOTHING), (WEIGHTS, NOTHING), (WEIGHTS, GRADIENTS)]
+OFFLOADED = [(HOSTED, RESIDENT), (GRADIENTS, RESIDENT), (STREAMED, RESIDENT), (STREAMED, GRADIENTS)]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -555,7 +549,7 @@ def test_a_step_needs_the_planned_memory(blocks, outside, tied):
     torch.manual_seed(0)
     config = TransformerConfig("gpt", 4, 2, 64, 256, T, V, tied=tied)
     run = Run(Transformer(config), (outside, *[blocks] * 4))
-    planned, most = device_bytes(run.offloaded.placement), most_bytes(run, 3, V, T)
+    planned, most = run.offloaded.placement.device_bytes(), most_bytes(run, 3, V, T)
     assert most == pytest.approx(planned, rel=0.1)
     assert most_bytes(run, 1, V, T) < 1.01 * planned
     without = planned - 4 * V * 64
@@ -583,9 +577,9 @@ def test_on_a_gpu_losses_equal_plain_training_within_the_planned_memory(mixture)
         model = Transformer(TransformerConfig("gpt", 4, 4, 256, 1024, 24, 512))
         run = Run(model, offloaded, device=GPU).steps(4, micro_batches=2)
         placement, pieces = run.offloaded.placement, run.offloaded.link.pieces
-        assert torch.cuda.memory_allocated() - before <= device_bytes(placement) + 2**20
+        assert torch.cuda.memory_allocated() - before <= placement.device_bytes() + 2**20
         assert all(piece.is_pinned() for piece in pieces if piece.nbytes)
-        assert sum(piece.nbytes for piece in pieces) <= offload.host_bytes(placement) + 64 * 100
+        assert sum(piece.nbytes for piece in pieces) <= placement.host_bytes() + 64 * 100
         return [loss.item() for loss in run.losses], run.gradients[0]
 
     (losses, gradients), (expected, others) = trained(MIXTURES[mixture]), trained(PLAIN)
@@ -604,7 +598,7 @@ TIGHT = "--offload --offload-budget 430KB"  # of 960 KiB, so that some weights a
 def test_off_is_absent_and_neutral_is_identity(run, log_of, monkeypatch):
     plainly = metrics(log_of(SHORT))
     assert metrics(run(f"{SHORT} --offload --offload-budget 1GB", out="roomy")) == plainly
-    for name in ("placement_for", "Offload", "budget_bytes"):
+    for name in ("preview", "placement_for", "Offload"):
         monkeypatch.setattr(offload, name, None)  # a call would fail
     assert metrics(run(SHORT, out="poisoned")) == plainly
 
@@ -618,29 +612,27 @@ def test_two_ranks_with_offloaded_state_train_as_without(store_dir, tmp_path):
     assert metrics(read_log(tmp_path / "with")) == metrics(read_log(tmp_path / "without"))
 
 
-def test_a_stage_of_pseudo_gets_a_new_placement_and_the_start_prints_one(run, log_of, capsys):
-    more = f"{SHORT} --pseudo --pseudo-layers 2 --pseudo-until 0.5 --optimizer adamw"
-    without = metrics(log_of(more))
-    capsys.readouterr()
-    assert metrics(run(f"{more} {TIGHT}")) == without
-    out = capsys.readouterr().out
-    assert "--offload: " in out and "gradients and weights on the host" in out
-
-
-def test_a_budget_too_small_for_any_stage_of_pseudo_is_refused_at_the_start(run, tmp_path):
+def test_a_stage_of_pseudo_has_its_placement_and_a_budget_too_small_for_one_is_refused_at_the_start(
+    run, log_of, tmp_path, capsys
+):
     """The middle stage needs more memory than the first one and than the real model."""
-    flags = f"{SHORT} --layers 8 --pseudo --pseudo-group 1 --pseudo-until 0.3,0.6 --seq-len 16"
-    flags += " --optimizer adamw --offload --offload-budget"
-    settings, least = config.build(config.parse(f"{SMALL} {flags} 1GB".split())), 473_088
+    plainly = f"{SHORT} --layers 8 --pseudo --pseudo-group 1 --pseudo-until 0.3,0.6 --seq-len 16"
+    plainly += " --optimizer adamw"
+    flags, least = f"{plainly} --offload --offload-budget", 473_088
+    settings = config.build(config.parse(f"{SMALL} {flags} 1GB".split()))
     shape = config.transformer_config(settings, vocab_size=320)
     for owners in pseudo.owners_to_come(settings.pseudo, 8, 0.0)[::2]:
-        parts = offload.parts_of(pseudo.share(empty_model(shape), owners), muon=False)
-        place(parts, least - 1, "fp32")  # raises if it does not fit
+        parts = offload.parts_of(pseudo.share(empty_model(shape), owners), False, FP32)
+        place(parts, least - 1)  # raises if it does not fit
     for more in ("--dry-run", ""):
         message = refusal(run, f"{flags} {least - 1} {more}")
-        assert re.search(r"--offload-budget \S+ KiB is too small", message)
+        assert re.search(r"--offload-budget \S+ KB is too small", message)
     assert not (tmp_path / "run").exists()
-    assert [line["event"] for line in run(f"{flags} {least}")].count("stage") == 2
+    expected, _ = metrics(log_of(plainly)), capsys.readouterr()
+    lines = run(f"{flags} {least}")
+    assert "gradients and weights on the host" in capsys.readouterr().out
+    assert metrics(lines) == expected
+    assert [line["event"] for line in lines].count("stage") == 2
     assert len(pseudo.owners_to_come(settings.pseudo, 8, 0.6)) == 1, "past stages do not count"
 
 

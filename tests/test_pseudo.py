@@ -98,7 +98,7 @@ def a_step(model, optimizers, owners, seed):
 
 def train_model(owners, kind="adamw"):
     model = model_of(owners)
-    optimizers = Optimizers(dict(model.named_parameters()), kind, 0.1, (0.9, 0.95))
+    optimizers = Optimizers(dict(model.named_parameters()), kind, 0.1, 0.95)
     for step in range(3):
         a_step(model, optimizers, owners, step)
     state = {"model": model.state_dict(), "optimizers": optimizers.state_dict()}

@@ -267,7 +267,7 @@ class Trained:
         if runtime.world_size > 1:
             fsdp.shard(model, runtime)
         named = dict(model.named_parameters())
-        self.optimizers = Optimizers(named, "muon", weight_decay=0.1, betas=(0.9, 0.95))
+        self.optimizers = Optimizers(named, "muon", weight_decay=0.1, beta2=0.95)
 
     def gradients(self, step: int, rows: int, autocast=nullcontext) -> Tensor:
         """Compute gradients row by row; layers 1 and 2 keep half of the tokens. Return the loss."""

@@ -8,7 +8,7 @@ from conftest import refusal, widen
 
 import sample
 from model import Transformer, TransformerConfig
-from offload import Offload, Offloaded, Placement, parts_of
+from offload import Level, Offload, Placement, parts_of
 from support import process
 from support.store import get_encoding
 
@@ -51,11 +51,9 @@ def test_temperature_0_draws_the_likeliest_token():
 
 def test_an_offloaded_model_generates_the_same_text():
     expected, gpt = draw(3 * ROW), model()
-    first, *others = parts_of(gpt, False)
-    placement = Placement(
-        (first, *(p._replace(offloaded=Offloaded.WEIGHTS) for p in others)), "fp32", budget=0
-    )
-    Offload(placement).move(gpt, torch.device("cpu"))
+    first, *blocks = parts_of(gpt, False, torch.float32)
+    streamed = (part._replace(level=Level.STREAMED) for part in blocks)
+    Offload(Placement((first, *streamed), budget=0), gpt, torch.device("cpu"))
     assert draw(3 * ROW, gpt) == expected
 
 
