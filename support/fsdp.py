@@ -1,12 +1,19 @@
 """--fsdp: every rank holds some rows of each weight, of its gradient and of its optimizer state.
 
-torch's FSDP2 (`fully_shard`) makes each parameter a DTensor. A block's whole weights are gathered
-just before it runs and freed afterwards. Its gradients are averaged over ranks as with DDP, but
-each rank keeps only its rows. Blocks are gathered one at a time; everything outside them, such as
-the embeddings, forms one more group.
+Of a weight with 65 rows, rank 0 of two holds 33 and rank 1 holds 32. torch's FSDP2 (`fully_shard`)
+makes the parameter a DTensor, gathers a block's whole weights just before it runs, and frees them
+afterwards. It averages gradients over ranks as DDP does, but each rank keeps only its rows.
+Everything outside the blocks, such as the embeddings, is gathered as one more group.
 
-    shard(model, runtime)             # after compiling, before the optimizers
-    sync_gradients(model, is_last)    # before the forward pass of each micro-batch
+    train.py       assemble          `shard` the model: after compiling, before the optimizers
+                   backward          `sync_gradients`: only the last micro-batch averages
+    optim.py       clip, step        work on the rows that a rank holds (`local_rows`); Muon
+                                     gathers whole matrices
+    checkpoint.py  save              `gather` tensor by tensor: rank 0 writes one file
+                   load              `scatter` them from rank 0, which has read it
+
+The file is the one that every run writes, so any number of ranks can continue from it, also
+without --fsdp.
 
 Every rank must run the same number of forward passes, in evaluation and sampling too; otherwise the
 ranks wait for each other. Forward passes need `runtime.autocast()`, because a block gathered in
@@ -18,12 +25,17 @@ Papers: Rajbhandari et al., arXiv 1910.02054 (ZeRO, stage 3); Zhao et al., arXiv
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from support.runtime import Runtime, group_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 # Like `forward`, these are called from outside and need the weights outside the blocks.
 FORWARD_METHODS = ("hidden_states", "losses", "logits", "follows")
@@ -35,25 +47,31 @@ def shard(model: nn.Module, runtime: Runtime) -> None:
     Raises: ValueError on a device that FSDP2 does not support
     """
     # Imported here because it takes half a second, which other runs should not wait for.
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    kind = runtime.device.type
-    if kind not in ("cpu", "cuda"):
-        raise ValueError(f"--fsdp needs --device cpu or cuda, not {kind}: leave out --fsdp")
-    if not dist.is_initialized():  # not started by torchrun: make a group of one process
-        dist.init_process_group(
-            **group_of(runtime.device), store=dist.HashStore(), rank=0, world_size=1
-        )
-    mesh = init_device_mesh(kind, (runtime.world_size,))
-    for block in dict.fromkeys(model.h):
+    mesh = mesh_of(runtime)
+    for block in dict.fromkeys(model.h):  # blocks that share weights (--pseudo) are one
         if next(block.parameters(), None) is not None:
             fully_shard(block, mesh=mesh, mp_policy=precision(runtime))
     fully_shard(model, mesh=mesh)
     gather_around(model, FORWARD_METHODS)
 
 
-def precision(runtime: Runtime):  # -> MixedPrecisionPolicy
+def mesh_of(runtime: Runtime) -> "DeviceMesh":
+    """Return all ranks as one dimension; a process without torchrun becomes a group of one."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    kind = runtime.device.type
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"--fsdp needs --device cpu or cuda, not {kind}")
+    if not dist.is_initialized():
+        dist.init_process_group(
+            **group_of(runtime.device), store=dist.HashStore(), rank=0, world_size=1
+        )
+    return init_device_mesh(kind, (runtime.world_size,))
+
+
+def precision(runtime: Runtime) -> "MixedPrecisionPolicy":
     """Choose the dtype in which a block is gathered; gradients are summed in fp32.
 
     On a GPU it is the runtime's dtype: bf16 halves the bytes, and autocast rounds the matrices to
@@ -98,6 +116,20 @@ def gather_around(model: nn.Module, methods: Collection[str]) -> None:
     model.forward = outermost(model.forward, model.forward)
 
 
+def sync_gradients(model: nn.Module, is_last: bool) -> None:
+    """Choose whether the next backward pass averages gradients over ranks or only accumulates.
+
+    Until they are averaged, every rank holds whole gradients of every parameter.
+
+    Args: model   sharded, or in DistributedDataParallel; for any other this does nothing
+          is_last whether it is the step's last micro-batch, whose backward pass averages
+    """
+    if is_sharded(model):
+        model.set_requires_gradient_sync(is_last)
+    elif hasattr(model, "require_backward_grad_sync"):
+        model.require_backward_grad_sync = is_last
+
+
 def is_sharded(model: nn.Module) -> bool:
     return hasattr(model, "set_requires_gradient_sync")  # a method that FSDP2 adds
 
@@ -115,13 +147,26 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             model.reshard()  # FSDP keeps weights outside the blocks gathered for a backward pass
 
 
-def is_shard(tensor: Tensor) -> bool:
+def of_rank0(model: nn.Module, value: Tensor) -> Tensor:
+    """Return rank 0's value if the model is sharded: all ranks must make the same passes.
+
+    If a drawn token differed by a rounding error, one rank might end a text while others wait.
+    """
+    if is_sharded(model):
+        dist.broadcast(value, 0)
+    return value
+
+
+# ---- tensors, of which each rank holds some rows
+
+
+def is_dtensor(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_local")
 
 
-def rows_here(tensor: Tensor) -> Tensor:
-    """Return this rank's rows of a parameter, all of them unless it is sharded, without a copy."""
-    return tensor.to_local() if is_shard(tensor) else tensor
+def local_rows(tensor: Tensor) -> Tensor:
+    """Return the rows that this rank holds, all of them unless it is a DTensor, without a copy."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def as_dtensor(rows: Tensor, like: Tensor) -> Tensor:
@@ -145,26 +190,26 @@ def norm_over_ranks(norm: Tensor) -> Tensor:
     return squares.sqrt()
 
 
-def sync_gradients(model: nn.Module, is_last: bool) -> None:
-    """Choose whether the next backward pass averages gradients over ranks or only accumulates.
+def gather(tensor: Tensor, runtime: Runtime) -> Tensor:
+    """Gather a DTensor into rank 0's host memory; other ranks, and other tensors, stay as they are.
 
-    Until they are averaged, every rank holds whole gradients of every parameter.
-
-    Args: model   sharded, or in DistributedDataParallel; for any other this does nothing
-          is_last whether it is the step's last micro-batch, whose backward pass averages
+    Every rank's device holds the whole tensor for a moment.
     """
-    if is_sharded(model):
-        model.set_requires_gradient_sync(is_last)
-    elif hasattr(model, "require_backward_grad_sync"):
-        model.require_backward_grad_sync = is_last
+    if not is_dtensor(tensor):
+        return tensor
+    whole = tensor.full_tensor()
+    return whole.cpu() if runtime.is_rank0 else tensor
 
 
-def of_rank0(model: nn.Module, value: Tensor) -> Tensor:
-    """Return rank 0's value if the model is sharded, so that all ranks continue alike.
+def scatter(tensor: Tensor, runtime: Runtime) -> Tensor:
+    """Give each rank its rows of rank 0's tensor, as a DTensor on the rank's device.
 
-    If values differed by a rounding error, one rank might end a text while the others continue and
-    wait for it.
+    Args: tensor elsewhere only its shape and dtype matter
     """
-    if is_sharded(model):
-        dist.broadcast(value, 0)
-    return value
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    return distribute_tensor(tensor, mesh_of(runtime), [Shard(0)])
+
+
+# names that support/optim.py imports
+is_shard, rows_here = is_dtensor, local_rows

@@ -30,7 +30,7 @@ CASES = {  # command -> part of its message
     f"{TRAIN} --data S --offload --offload-budget 1KB": "--offload-budget",
     f"{TRAIN} --model bert --tokenizer gpt2": "gpt2",
     # the machine
-    f"{TRAIN} --device cuda": "--device cuda: torch finds only cpu here: try auto",
+    f"{TRAIN} --device cuda": "--device cuda: torch finds only cpu here",
     # files
     f"{TRAIN} --data nowhere": "nowhere: not a token store: make one with prepare.py",
     f"{TRAIN} --data words.txt": "words.txt: not a token store",
