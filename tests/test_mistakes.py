@@ -41,7 +41,7 @@ CASES = {  # command -> part of its message
     # runs
     f"train {SMALL} --data S --out R": "--out R already holds a run: name another, or add --resume",
     f"train {SMALL} --data S --out full": "--out full exists and is not an empty folder",
-    "train --resume": "--resume: there is no run in runs/; name a run's folder with --out",
+    "train --resume": "--resume: runs/ holds no run; name one with --out",
     "train --resume --out full": "--resume: full holds no run",
     "train --resume --out R --lr 0.5": "--lr 0.5 differs from --lr",
     "train --resume --out R --tokens 9": "--tokens 9 is less than the 512 tokens of the run in R",
