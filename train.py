@@ -56,7 +56,7 @@ from support.checkpoint import assign
 from support.clock import due, generator, seed_of
 from support.fsdp import shard, sync_gradients
 from support.optim import Optimizers, learning_rate, state_bytes
-from support.process import StopSignal, exit_cleanly, launcher, one_line
+from support.process import StopSignal, exit_cleanly, one_line
 from support.run import Log, Run, commit
 from support.runtime import (
     Runtime,
@@ -151,8 +151,7 @@ def run_training(run: Run, data: Data, micro_batch: int) -> int:
     stopped_by = train(run, data, plan, trainer)
     if stopped_by == 0:
         return 0
-    resume = f"{launcher()} train.py --resume --out {run.folder}"
-    runtime.say(f"stopped at step {run.clock.step}; continue with: {resume}")
+    runtime.say(f"stopped at step {run.clock.step}; continue with --resume --out {run.folder}")
     return 128 + stopped_by
 
 

@@ -93,18 +93,6 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message} ({hint})")
 
 
-def launcher() -> str:
-    """Return the command that starts such a process: python, or torchrun with as many processes.
-
-    Example: torchrun --nproc-per-node 8
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return "python"
-    nodes = int(os.environ["GROUP_WORLD_SIZE"])
-    several_nodes = f" --nnodes {nodes}" if nodes > 1 else ""
-    return f"torchrun{several_nodes} --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
-
-
 # ---- signals
 
 # Sent by schedulers, by Ctrl-C, by a terminal that closes, and by Slurm before the time limit.

@@ -100,15 +100,6 @@ def started_with(folder: Path) -> Started:
     return Started(folder, about["id"], about["config"], size, about["store"])
 
 
-def write_config(folder: Path, about: dict) -> None:
-    """Write config.json, on any machine; ValueError if another run has this folder there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if (folder / "config.json").exists() and started_with(folder).id != about["id"]:
-        raise ValueError(f"{platform.node()}: {folder} holds another run: name another with --out")
-    with atomic_write(folder / "config.json") as file:
-        file.write(json.dumps(about, indent=2).encode())
-
-
 def newest_run() -> Path:
     """Find the folder in runs/ whose run was started, or extended with more --tokens, last."""
     starts = sorted(Path("runs").glob("[!.]*/config.json"), key=lambda path: path.stat().st_mtime)
@@ -126,11 +117,9 @@ def new_folder(out: str | None, stem: str) -> Path:
                 folder.mkdir(parents=True)
                 return folder
     folder = Path(out)
-    if (folder / "config.json").exists() or (folder / "log.jsonl").exists():
-        raise ValueError(f"--out {folder} already holds a run: name another, or add --resume")
     # Hidden names do not count: a run killed while it started may have left one.
     if folder.exists() and (not folder.is_dir() or any(folder.glob("[!.]*"))):
-        raise ValueError(f"--out {folder} exists and is not an empty folder: name a new one")
+        raise ValueError(f"--out {folder} is not an empty folder: name a new one, or add --resume")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -164,7 +153,7 @@ def commit() -> str:
 class Log:
     """log.jsonl: one JSON object per line. --wandb gets its numbers too.
 
-    Args: file  None writes nothing, as on all ranks but rank 0
+    Args: file  opened to append; None writes nothing, as on all ranks but rank 0
           board a run of Weights & Biases, or None
     """
 
@@ -180,19 +169,16 @@ class Log:
             numbers = {f"{event}/{n}": v for n, v in values.items() if isinstance(v, (int, float))}
             self.board.log({**numbers, "consumed_tokens": values["consumed_tokens"]})
 
+    def cut(self, size: int) -> None:
+        """Keep at most the first `size` bytes."""
+        self.file.truncate(min(size, self.file.tell()))
+
     def size(self) -> int:
         """Sync the log to disk and return its length in bytes."""
         if self.file is None:
             return 0
         os.fsync(self.file.fileno())
         return self.file.tell()
-
-
-def open_log(folder: Path, size: int) -> BinaryIO:
-    """Open a run's log to append to it, and cut what is longer than `size` bytes."""
-    file = (folder / "log.jsonl").open("a+b")
-    file.truncate(min(size, file.tell()))
-    return file
 
 
 def open_wandb(folder: Path, run_id: str, settings: Flat) -> Any:
@@ -346,7 +332,7 @@ class Run:
         return self.is_finished and any(ended)
 
     def open(self, **about: object) -> None:
-        """Make the folder, or continue in the existing one; open the log.
+        """Make the folder, or continue in the existing one; from here on the run writes.
 
         Args: about more for the "run" line of the log, besides settings and provenance
         """
@@ -356,8 +342,7 @@ class Run:
         else:
             runtime.on_rank0(self.set_aside_later_checkpoints)
         if self.started is None or self.is_extended:
-            config = runtime.on_rank0(self.config_to_write)
-            runtime.on_each_machine(lambda: write_config(self.folder, config))
+            runtime.on_each_machine(self.write_config)
         runtime.on_rank0(self.open_log)
         self.log.write("run", **self.about(), resumed_at=self.clock.step, **about)
         if self.resumed_from:
@@ -376,22 +361,26 @@ class Run:
                 target = path.rename(path.with_name(f"abandoned-{path.name}"))
                 self.runtime.say(f"{path} is from a later step: renamed to {target.name}")
 
-    def config_to_write(self) -> dict:
-        """Return a new run's config.json, or an extended run's with its larger --tokens."""
-        if self.started is None:
-            about = {"id": self.id, "config": flattened(self.settings)}
-            about |= {"model_size": self.size._asdict(), "store": self.store["sha256"]}
-            return about | provenance()
-        about = json.loads((self.folder / "config.json").read_text())
-        # `schedule_tokens` stays, because techniques follow the first budget.
-        about["config"]["optim.tokens"] = self.settings.optim.tokens
-        return about
+    def write_config(self) -> None:
+        """Write config.json on this machine; ValueError if another run has this folder here."""
+        file, config = self.folder / "config.json", flattened(self.settings)
+        if self.started:
+            # Other settings that are given now hold for this start only. `schedule_tokens` stays,
+            # because techniques follow the first budget.
+            config = self.started.config | {"optim.tokens": config["optim.tokens"]}
+        if file.exists() and started_with(self.folder).id != self.id:
+            raise ValueError(f"--out {self.folder} holds another run on {platform.node()}")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        about = self.about() | {"id": self.id, "config": config, "store": self.store["sha256"]}
+        with atomic_write(file) as out:
+            out.write(json.dumps(about, indent=2).encode())
 
     def open_log(self) -> None:
-        file, board = open_log(self.folder, self.log_size), None
+        board = None
         if self.settings.run.wandb:
             board = open_wandb(self.folder, self.id, flattened(self.settings))
-        self.log = Log(file, board)
+        self.log = Log((self.folder / "log.jsonl").open("a+b"), board)
+        self.log.cut(self.log_size)
 
     # ---- progress
 

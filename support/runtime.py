@@ -269,23 +269,18 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 
 
 def check_agreement(runtime: Runtime, named: dict[str, Tensor]) -> None:
-    """Raise ValueError on every rank unless all hold the same bits; name a tensor that differs.
+    """Raise ValueError on every rank unless all hold the same bits, naming a tensor that differs.
 
     Sharded tensors are skipped, because no two ranks hold the same rows.
 
-    Cost: one pass over the tensors, and one reduction of two numbers per tensor
+    Cost: one pass over the tensors, and one message with a number per tensor
     """
-    named = {name: tensor for name, tensor in named.items() if not hasattr(tensor, "to_local")}
-    if runtime.world_size == 1 or not named:
-        return
-    # Some tensors may be on the host, but ranks may be able to reduce only on their devices.
-    sums = torch.stack([sum_of_bits(t).to(runtime.device) for t in named.values()])  # (n,)
-    most = torch.stack([sums, -sums])
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    agree = (most[0] == -most[1]).tolist()
-    for name, is_same in zip(named, agree, strict=True):
-        if not is_same:
-            raise ValueError(f"weights differ between ranks, first {name}")
+    whole = {name: tensor for name, tensor in named.items() if not hasattr(tensor, "to_local")}
+    if runtime.world_size > 1 and whole:
+        # Some tensors may be on the host: stacked on the device, all are read at once.
+        sums = torch.stack([sum_of_bits(tensor).to(runtime.device) for tensor in whole.values()])
+        names = (f"the bits of {name}" for name in whole)
+        runtime.check_same(dict(zip(names, sums.tolist(), strict=True)))
 
 
 def sum_of_bits(tensor: Tensor) -> Tensor:

@@ -39,8 +39,8 @@ CASES = {  # command -> part of its message
     f"{TRAIN} --init words.txt": "words.txt",
     f"{TRAIN} --init R --layers 3": "is a model with --layers 4, not --layers 3",
     # runs
-    f"train {SMALL} --data S --out R": "--out R already holds a run: name another, or add --resume",
-    f"train {SMALL} --data S --out full": "--out full exists and is not an empty folder",
+    f"train {SMALL} --data S --out R": "--out R is not an empty folder: name a new one, or add --resume",
+    f"train {SMALL} --data S --out full": "--out full is not an empty folder",
     "train --resume": "--resume: runs/ holds no run; name one with --out",
     "train --resume --out full": "--resume: full holds no run",
     "train --resume --out R --lr 0.5": "--lr 0.5 differs from --lr",

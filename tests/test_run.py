@@ -16,7 +16,7 @@ from prepare import prepare
 from support import checkpoint
 from support import run as run_folder
 from support.process import ROOT
-from support.run import Log, open_log
+from support.run import Log
 from support.store import get_encoding
 
 pytestmark = pytest.mark.usefixtures("no_sample_or_report")
@@ -197,14 +197,16 @@ def test_the_commit_is_known_in_any_working_folder_and_none_without_git(tmp_path
 
 
 def test_resuming_truncates_the_log_to_the_checkpoint(tmp_path):
-    log = Log(open_log(tmp_path, 0))
+    file = tmp_path / "log.jsonl"
+    log = Log(file.open("a+b"))
     log.write("train", step=1)
     size = log.size()
     log.write("train", step=2)
     log.file.write(b'{"event": "tra')  # a line that a kill cut off
     log.file.close()
     Log().write("train", step=1)  # another rank, which writes nothing
-    log = Log(open_log(tmp_path, size))
+    log = Log(file.open("a+b"))
+    log.cut(size)
     log.write("train", step=2, again=True)
     assert [line["step"] for line in read_log(tmp_path)] == [1, 2]
-    assert log.size() == (tmp_path / "log.jsonl").stat().st_size
+    assert log.size() == file.stat().st_size
