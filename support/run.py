@@ -307,24 +307,15 @@ class Run:
 
     def check_budget(self) -> None:
         """Refuse a larger --tokens if the learning rates used so far would have been different."""
-        if not self.is_extended:
-            return
         optim, layers = self.settings.optim, self.settings.model.layers
         before = replace(optim, tokens=self.started.config["optim.tokens"])
-        if self.is_finished:
-            why = f"{self.clock.consumed_tokens} are already consumed"
-        elif optim.min_lr == 1:  # a constant rate
-            return
-        elif optim.schedule != "wsd":
-            why = f"--schedule {optim.schedule} already decays towards {before.tokens} tokens"
-        elif lr_clock(optim.lr_clock, layers, self.clock) > decay_start(before):
-            why = f"at step {self.clock.step} the learning rate is already decaying"
-        else:
-            return
-        raise ValueError(
-            f"--tokens {optim.tokens}: {why}; a run can be extended before the decay of --schedule"
-            " wsd begins, or with --min-lr 1"
-        )
+        consumed = lr_clock(optim.lr_clock, layers, self.clock)
+        decays = optim.schedule != "wsd" or consumed > decay_start(before)
+        if self.is_extended and decays and optim.min_lr < 1:
+            raise ValueError(
+                f"--tokens {optim.tokens} at step {self.clock.step}: a run can be extended before"
+                " the decay of --schedule wsd begins, or with --min-lr 1"
+            )
 
     def is_complete(self) -> bool:
         """Whether the budget is consumed and everything after the last step is done too."""
