@@ -1,17 +1,17 @@
 """Checkpoints: one file each, written completely or not at all, and verified when it is read.
 
-    save    every rank   refuses weights that are not finite; with --fsdp, all gather each tensor
-            rank 0       writes a hidden file and, once it is on disk, renames it
-                         step-00001234.pt; deletes all but the newest `keep` and the best one
-    load    rank 0       compares every CRC32 and reads the file
-            every rank   receives the tensors from rank 0; with --fsdp, only its rows of them
+    save    every rank  refuses weights that are not finite; with --fsdp all gather each tensor
+            rank 0      writes a hidden file, waits until it is on disk, renames it
+                        step-00001234.pt, and deletes all but the newest `keep` and the best one
+    load    rank 0      compares every CRC32 and reads the file
+            every rank  receives the tensors from rank 0; with --fsdp only its rows of them
 
-So only rank 0 needs the folder. The file is torch.save's, a zip archive, which stores a CRC32 of
-every record. torch.load ignores them: with one bit of a tensor flipped, it loads the file without
-complaint. torch.load(weights_only=True) runs no code from a file.
+So only rank 0 needs the folder. The file is torch.save's: a zip archive, with a CRC32 of every
+record. torch.load ignores them: with one bit of a tensor flipped, it loads the file without
+complaint. With weights_only=True it runs no code from a file.
 
-`Run.save` in support/run.py decides what a checkpoint holds: nested dicts of tensors, numbers,
-strings and None. This file reads only two entries: "model", and "best_step".
+`Run.save` in support/run.py decides what the nested dicts hold. Two entries are read here: "model"
+and "best_step".
 """
 
 import zipfile
@@ -43,10 +43,7 @@ def steps_in(folder: Path) -> list[Path]:
 
 
 def find(folder: str | Path, which: str) -> Path:
-    """Return the path of a checkpoint, given as last, best, or a path.
-
-    Raises: ValueError if it does not exist; there is no fallback to another one
-    """
+    """Return the path of a checkpoint, given as last, best, or a path; ValueError if it is gone."""
     folder = Path(folder)
     steps = steps_in(folder)
     if which == "last" and steps:
@@ -65,14 +62,11 @@ def find(folder: str | Path, which: str) -> Path:
 
 
 def save(path: Path, state: dict, runtime: Runtime = ALONE, *, keep: int = 2) -> None:
-    """Write a checkpoint, all ranks together, and wait until it is on disk.
+    """Write a checkpoint, all ranks together; then delete old ones.
 
-    Then delete all checkpoints but the newest `keep` and the best one, state["best_step"].
-
-    Args:   state of this rank; DTensors are gathered into rank 0's host memory, which has to hold
-                  them all
-    Raises: ValueError, on every rank, if a weight is not finite on any, or if rank 0 cannot write;
-            existing checkpoints stay as they were
+    Args:   state of this rank; rank 0's host memory has to hold all ranks' DTensors
+            keep  how many of the newest to keep, besides the best one, state["best_step"]
+    Raises: ValueError, on every rank, if a weight is not finite on any, or if rank 0 cannot write
     """
     runtime.on_all_ranks(lambda: check_finite(state["model"]))
     whole = map_tensors(state, lambda tensor: gather(tensor, runtime))
@@ -128,9 +122,9 @@ def write(path: Path, state: dict, keep: int) -> None:
 def load(path: str | Path, runtime: Runtime = ALONE, *, sharded: bool = False) -> dict:
     """Verify and read a checkpoint on rank 0, and send it to all ranks, one tensor at a time.
 
-    Args:    sharded True: each rank gets its rows of every tensor, as DTensors on its device;
-                     False: every rank gets all of it, in host memory
-    Raises:  ValueError, on every rank, naming a damaged file; there is no fallback to another one
+    Args:   sharded True: each rank gets its rows of every tensor, as DTensors on its device;
+                    False: every rank gets every tensor, in host memory
+    Raises: ValueError, on every rank, naming a damaged file
     """
     state = runtime.on_all_ranks(lambda: read(Path(path)) if runtime.is_rank0 else {})
     if runtime.world_size == 1 and not sharded:

@@ -1,19 +1,15 @@
 """--fsdp: every rank holds some rows of each weight, of its gradient and of its optimizer state.
 
-Of a weight with 65 rows, rank 0 of two holds 33 and rank 1 holds 32. torch's FSDP2 (`fully_shard`)
-makes the parameter a DTensor, gathers a block's whole weights just before it runs, and frees them
-afterwards. It averages gradients over ranks as DDP does, but each rank keeps only its rows.
-Everything outside the blocks, such as the embeddings, is gathered as one more group.
+Of a weight with 65 rows, rank 0 of two holds 33 and rank 1 holds 32, as a DTensor. torch's FSDP2
+(`fully_shard`) gathers a block's weights just before it runs and frees them afterwards. Gradients
+are averaged over ranks as with DDP, but each rank keeps only its rows. Everything outside the
+blocks is gathered as one more group.
 
-    train.py       assemble          `shard` the model: after compiling, before the optimizers
-                   backward          `sync_gradients`: only the last micro-batch averages
-    optim.py       clip, step        work on the rows that a rank holds (`local_rows`); Muon
-                                     gathers whole matrices
-    checkpoint.py  save              `gather` tensor by tensor: rank 0 writes one file
-                   load              `scatter` them from rank 0, which has read it
-
-The file is the one that every run writes, so any number of ranks can continue from it, also
-without --fsdp.
+    train.py       assemble  `shard` the model: after compiling, before the optimizers
+                   backward  `sync_gradients`: only the last micro-batch averages
+    optim.py       step      updates `local_rows`; Muon gathers whole matrices
+    checkpoint.py  save      `gather` each tensor: rank 0 writes the same file as without --fsdp
+                   load      `scatter` each tensor from rank 0, which has read the file
 
 Every rank must run the same number of forward passes, in evaluation and sampling too; otherwise the
 ranks wait for each other. Forward passes need `runtime.autocast()`, because a block gathered in
@@ -117,12 +113,11 @@ def gather_around(model: nn.Module, methods: Collection[str]) -> None:
 
 
 def sync_gradients(model: nn.Module, is_last: bool) -> None:
-    """Choose whether the next backward pass averages gradients over ranks or only accumulates.
+    """Average gradients over ranks in the backward pass of the last micro-batch only.
 
-    Until they are averaged, every rank holds whole gradients of every parameter.
+    Until then every rank holds whole gradients of every parameter.
 
-    Args: model   sharded, or in DistributedDataParallel; for any other this does nothing
-          is_last whether it is the step's last micro-batch, whose backward pass averages
+    Args: model sharded, or in DistributedDataParallel; for any other this does nothing
     """
     if is_sharded(model):
         model.set_requires_gradient_sync(is_last)
@@ -136,7 +131,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model in evaluation mode; restore its previous mode afterwards."""
+    """Put the model in evaluation mode while the block runs."""
     was_training = model.training
     model.eval()
     try:
@@ -191,9 +186,9 @@ def norm_over_ranks(norm: Tensor) -> Tensor:
 
 
 def gather(tensor: Tensor, runtime: Runtime) -> Tensor:
-    """Gather a DTensor into rank 0's host memory; other ranks, and other tensors, stay as they are.
+    """Return a DTensor's rows of all ranks, in host memory, on rank 0; else the tensor as it is.
 
-    Every rank's device holds the whole tensor for a moment.
+    Cost: every rank's device holds the whole tensor for a moment
     """
     if not is_dtensor(tensor):
         return tensor

@@ -7,23 +7,20 @@
 
 A run is killed after step 320; its newest checkpoint is of step 293. `train.py --resume`:
 
-    config.parse_or_resume  finds the folder and takes the settings from config.json. Only flags
-                            that say where and how fast to run may differ (`free` in their group),
-                            and --tokens may grow
+    config.parse_or_resume  takes the settings from config.json. Flags that only say where and how
+                            fast to run may differ (`free` in their group); --tokens may grow
     Run.restore             locks the folder, refuses another text, reads step-00000293.pt (--resume
-                            best: the best), reports if commit, torch, device, dtype or the number
-                            of CPU threads has changed. There is no fallback to an older checkpoint
-    train.assemble          makes model and optimizers from the checkpoint. There is no random state
-                            to restore: every draw is a function of (seed, purpose, step, ...)
-    Run.open                cuts the log to its length at step 293 and appends a new "run" line;
-                            until here nothing was written. --resume best renames later checkpoints
-                            to abandoned-*
-    train.train             makes an evaluation that is still due, if a signal stopped the run, then
-                            steps 294 to 320 again: the plan is a function of settings, text, clock
+                            best: the best one; never an older one instead of a damaged one)
+    train.assemble          makes model and optimizers from it. There is no random state to restore:
+                            every draw is a function of (seed, purpose, step, ...)
+    Run.open                writes for the first time: cuts the log to its length at step 293. After
+                            --resume best, later checkpoints are renamed abandoned-*
+    train.train             evaluates if a signal had left that to be done, and repeats steps 294 to
+                            320: the plan is a function of settings, text and clock
 
-Losses are those of an uninterrupted run, bit for bit. Another number of ranks, another micro-batch
-size, --compile, --fsdp or --offload may change their last bits. Only rank 0 uses the folder, but
-each machine gets a copy of config.json.
+Losses are those of an uninterrupted run, bit for bit. Other numbers of ranks or micro-batches,
+--compile, --fsdp and --offload may change their last bits. Only rank 0 uses the folder; each
+machine has a copy of config.json.
 """
 
 import itertools
@@ -254,11 +251,9 @@ class Run:
     # ---- start or resume
 
     def restore(self) -> dict | None:
-        """Read the checkpoint that --resume names; restore clock, best result and log length.
+        """Read the checkpoint that --resume names; continue at its clock.
 
         Returns: the checkpoint; None if none was ever written, so that the run starts over
-        Raises:  ValueError if the checkpoints are missing or belong to another run, or if the store
-                 is a different one
         """
         runtime = self.runtime
         runtime.check_same({"the run in --out": self.id})
@@ -323,10 +318,7 @@ class Run:
         return self.is_finished and any(ended)
 
     def open(self, **about: object) -> None:
-        """Make the folder, or continue in the existing one; from here on the run writes.
-
-        Args: about more for the "run" line of the log, besides settings and provenance
-        """
+        """Make the folder, or continue in the existing one; log `about` in the "run" line."""
         runtime = self.runtime
         if self.started is None:
             self.folder = runtime.on_rank0(self.make_folder)

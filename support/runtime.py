@@ -4,12 +4,11 @@
     runtime.on_rank0(folder.mkdir)       # the others wait; an error reaches all of them
     loss = runtime.reduce(loss)          # the sum over ranks
 
-This file knows no technique and no data. Elsewhere only copies, kernels and the micro-batch size
-depend on the device. Sharding (--fsdp) is in fsdp.py. Without it, ranks never compare their
-weights: if a gradient is not summed over ranks, the weights drift apart silently.
-`check_agreement` notices.
+Elsewhere only copies, kernels and the micro-batch size depend on the device. Sharding (--fsdp) is
+in fsdp.py. Without it, torch does not notice if a gradient is not summed over ranks and their
+weights drift apart; `check_agreement` does.
 
-In reading order: how a process starts, what ranks do together, do they agree.
+In reading order: how a process starts, what ranks do together, whether they agree.
 """
 
 import math
@@ -132,15 +131,11 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 def made_by(runtime: "Runtime") -> dict[str, str]:
     """Return what the last bits of a result depend on, besides settings and data."""
-    device = runtime.device
-    about = {
-        "torch": str(torch.__version__),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "dtype": str(runtime.dtype).removeprefix("torch."),
-    }
-    if device.type != "cuda":
-        about["threads"] = str(torch.get_num_threads())
-    return about
+    dtype = str(runtime.dtype).removeprefix("torch.")
+    about = {"torch": str(torch.__version__), "device": runtime.device.type, "dtype": dtype}
+    if runtime.device.type == "cuda":
+        return about | {"device": torch.cuda.get_device_name(runtime.device)}
+    return about | {"threads": str(torch.get_num_threads())}
 
 
 # ---- what ranks do together
@@ -263,7 +258,7 @@ def naming_step(step: Callable[[], int]) -> Iterator[None]:
         os._exit(1)  # as in `exit_cleanly`
 
 
-# ---- do ranks agree
+# ---- whether ranks agree
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 

@@ -39,7 +39,7 @@ CASES = {  # command -> part of its message
     f"{TRAIN} --init words.txt": "words.txt",
     f"{TRAIN} --init R --layers 3": "is a model with --layers 4, not --layers 3",
     # runs
-    f"train {SMALL} --data S --out R": "--out R is not an empty folder: name a new one, or add --resume",
+    f"train {SMALL} --data S --out R": "--out R is not an empty folder: name a new one",
     f"train {SMALL} --data S --out full": "--out full is not an empty folder",
     "train --resume": "--resume: runs/ holds no run; name one with --out",
     "train --resume --out full": "--resume: full holds no run",

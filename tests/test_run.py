@@ -175,15 +175,12 @@ def test_a_budget_raised_before_the_decay_gives_the_longer_run(store_dir, tmp_pa
 
 
 def test_a_budget_raised_during_the_decay_is_refused(folder, store_dir, tmp_path):
-    resume_fails(
-        folder, "--tokens 4096 at step 8: a run can be extended before the decay", "--tokens 4096"
-    )
+    says = "--tokens 4096 at step {}: a run can be extended before the decay"
+    resume_fails(folder, says.format(8), "--tokens 4096")
     out = tmp_path / "wsd"
     with at_step(7, terminate):
         train.main(f"{FLAGS} --schedule wsd --data {store_dir} --out {out}".split())
-    resume_fails(
-        out, "--tokens 4096 at step 7: a run can be extended before the decay", "--tokens 4096"
-    )
+    resume_fails(out, says.format(7), "--tokens 4096")
 
 
 # ---- the log
