@@ -139,7 +139,7 @@ def run_training(run: Run, data: Data, micro_batch: int) -> int:
             raise
         raise ValueError(f"{run.resumed_from}: {error}") from None
     del state  # free its memory
-    run.open(
+    run.open_folder(
         bytes=trainer.optimizers.memory(),
         ranks=runtime.world_size,
         parameters=parameter_count(shape),

@@ -22,40 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from support.fsdp import gather, local_rows, scatter
+from support.fsdp import gather_to_rank0, local_rows, scatter_from_rank0
 from support.runtime import Runtime
 from support.store import atomic_write, sync
 
 WORDS = ("last", "best")
 ALONE = Runtime(0, 1, torch.device("cpu"), torch.float32, "")
-
-
-# ---- names
-
-
-def step_path(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:08d}.pt"
-
-
-def steps_in(folder: Path) -> list[Path]:
-    """List a run's checkpoints, oldest first."""
-    return sorted(folder.glob(f"step-{'[0-9]' * 8}.pt"))
-
-
-def find(folder: str | Path, which: str) -> Path:
-    """Return the path of a checkpoint, given as last, best, or a path; ValueError if it is gone."""
-    folder = Path(folder)
-    steps = steps_in(folder)
-    if which == "last" and steps:
-        return steps[-1]
-    if which == "best" and steps:
-        best = step_path(folder, outline(steps[-1])["best_step"])
-        if best in steps:
-            return best
-    if which not in WORDS and Path(which).exists():
-        return Path(which)
-    there = ", ".join(path.name for path in steps) or "no checkpoint"
-    raise ValueError(f"checkpoint {which}: not found; {folder} holds {there}")
 
 
 # ---- write
@@ -69,7 +41,7 @@ def save(path: Path, state: dict, runtime: Runtime = ALONE, *, keep: int = 2) ->
     Raises: ValueError, on every rank, if a weight is not finite on any, or if rank 0 cannot write
     """
     runtime.on_all_ranks(lambda: check_finite(state["model"]))
-    whole = map_tensors(state, lambda tensor: gather(tensor, runtime))
+    whole = map_tensors(state, lambda tensor: gather_to_rank0(tensor, runtime))
     try:
         runtime.on_rank0(lambda: write(path, whole, keep))
     except ValueError as error:
@@ -116,7 +88,32 @@ def write(path: Path, state: dict, keep: int) -> None:
             old.unlink()
 
 
+def step_path(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}.pt"
+
+
+def steps_in(folder: Path) -> list[Path]:
+    """List a run's checkpoints, oldest first."""
+    return sorted(folder.glob(f"step-{'[0-9]' * 8}.pt"))
+
+
 # ---- read
+
+
+def find(folder: str | Path, which: str) -> Path:
+    """Return the path of a checkpoint, given as last, best, or a path; ValueError if it is gone."""
+    folder = Path(folder)
+    steps = steps_in(folder)
+    if which == "last" and steps:
+        return steps[-1]
+    if which == "best" and steps:
+        best = step_path(folder, outline(steps[-1])["best_step"])
+        if best in steps:
+            return best
+    if which not in WORDS and Path(which).exists():
+        return Path(which)
+    there = ", ".join(path.name for path in steps) or "no checkpoint"
+    raise ValueError(f"checkpoint {which}: not found; {folder} holds {there}")
 
 
 def load(path: str | Path, runtime: Runtime = ALONE, *, sharded: bool = False) -> dict:
@@ -129,8 +126,8 @@ def load(path: str | Path, runtime: Runtime = ALONE, *, sharded: bool = False) -
     state = runtime.on_all_ranks(lambda: read(Path(path)) if runtime.is_rank0 else {})
     if runtime.world_size == 1 and not sharded:
         return state
-    outline = runtime.on_rank0(lambda: map_tensors(state, lambda tensor: tensor.to("meta")))
-    source = state if runtime.is_rank0 else outline
+    shapes = runtime.on_rank0(lambda: map_tensors(state, lambda tensor: tensor.to("meta")))
+    source = state if runtime.is_rank0 else shapes
     return map_tensors(source, lambda tensor: receive(tensor, runtime, sharded))
 
 
@@ -159,7 +156,7 @@ def receive(tensor: Tensor, runtime: Runtime, sharded: bool) -> Tensor:
     if tensor.is_meta:
         tensor = torch.empty_like(tensor, device="cpu")
     if sharded and tensor.ndim:
-        return scatter(tensor, runtime)
+        return scatter_from_rank0(tensor, runtime)
     if runtime.world_size > 1:
         dist.broadcast(tensor, 0)
     return tensor

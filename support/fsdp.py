@@ -8,8 +8,8 @@ blocks is gathered as one more group.
     train.py       assemble  `shard` the model: after compiling, before the optimizers
                    backward  `sync_gradients`: only the last micro-batch averages
     optim.py       step      updates `local_rows`; Muon gathers whole matrices
-    checkpoint.py  save      `gather` each tensor: rank 0 writes the same file as without --fsdp
-                   load      `scatter` each tensor from rank 0, which has read the file
+    checkpoint.py  save      `gather_to_rank0`, which writes the same file as without --fsdp
+                   load      `scatter_from_rank0`, which has read the file
 
 Every rank must run the same number of forward passes, in evaluation and sampling too; otherwise the
 ranks wait for each other. Forward passes need `runtime.autocast()`, because a block gathered in
@@ -70,9 +70,9 @@ def mesh_of(runtime: Runtime) -> "DeviceMesh":
 def precision(runtime: Runtime) -> "MixedPrecisionPolicy":
     """Choose the dtype in which a block is gathered; gradients are summed in fp32.
 
-    On a GPU it is the runtime's dtype: bf16 halves the bytes, and autocast rounds the matrices to
-    it anyway. Norms are computed in fp32 as with DDP, but from rounded weights. On a CPU it is
-    fp32, because autocast would give a norm fp32 inputs and bf16 weights, which torch refuses.
+    On a GPU it is the runtime's: bf16 halves the bytes, and autocast rounds matrices to it anyway.
+    Norms run in fp32 as with DDP, but from rounded weights. On a CPU it is fp32: autocast would
+    give a norm fp32 inputs and bf16 weights, which torch refuses.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -143,10 +143,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def of_rank0(model: nn.Module, value: Tensor) -> Tensor:
-    """Return rank 0's value if the model is sharded: all ranks must make the same passes.
-
-    If a drawn token differed by a rounding error, one rank might end a text while others wait.
-    """
+    """Return rank 0's value if the model is sharded, so that all ranks make the same passes."""
     if is_sharded(model):
         dist.broadcast(value, 0)
     return value
@@ -185,7 +182,7 @@ def norm_over_ranks(norm: Tensor) -> Tensor:
     return squares.sqrt()
 
 
-def gather(tensor: Tensor, runtime: Runtime) -> Tensor:
+def gather_to_rank0(tensor: Tensor, runtime: Runtime) -> Tensor:
     """Return a DTensor's rows of all ranks, in host memory, on rank 0; else the tensor as it is.
 
     Cost: every rank's device holds the whole tensor for a moment
@@ -196,7 +193,7 @@ def gather(tensor: Tensor, runtime: Runtime) -> Tensor:
     return whole.cpu() if runtime.is_rank0 else tensor
 
 
-def scatter(tensor: Tensor, runtime: Runtime) -> Tensor:
+def scatter_from_rank0(tensor: Tensor, runtime: Runtime) -> Tensor:
     """Give each rank its rows of rank 0's tensor, as a DTensor on the rank's device.
 
     Args: tensor elsewhere only its shape and dtype matter

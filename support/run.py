@@ -13,7 +13,7 @@ A run is killed after step 320; its newest checkpoint is of step 293. `train.py 
                             best: the best one; never an older one instead of a damaged one)
     train.assemble          makes model and optimizers from it. There is no random state to restore:
                             every draw is a function of (seed, purpose, step, ...)
-    Run.open                writes for the first time: cuts the log to its length at step 293. After
+    Run.open_folder         writes for the first time: cuts the log to its length at step 293. After
                             --resume best, later checkpoints are renamed abandoned-*
     train.train             evaluates if a signal had left that to be done, and repeats steps 294 to
                             320: the plan is a function of settings, text and clock
@@ -72,6 +72,9 @@ class ModelSize(NamedTuple):
     positions: int | None = None  # number of learned positions, if published weights decide it
 
 
+# ---- what a run was started with
+
+
 class Started(NamedTuple):
     """What a run was started with, as read from its config.json."""
 
@@ -80,9 +83,6 @@ class Started(NamedTuple):
     config: Flat
     size: ModelSize
     sha256: dict[str, str]  # of the store's files
-
-
-# ---- config.json
 
 
 def started_with(folder: Path) -> Started:
@@ -103,6 +103,281 @@ def newest_run() -> Path:
     if not starts:
         raise ValueError("--resume: runs/ holds no run; name one with --out")
     return starts[-1].parent
+
+
+# ---- the run
+
+
+class Run:
+    """A run: its progress, its folder, log and checkpoints. It writes nothing before `open_folder`.
+
+    Args: size    of the model
+          store   the store's description: train_tokens, sha256, tokenizer_fingerprint
+          started what the run to resume was started with; None makes a new run
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        runtime: Runtime,
+        size: ModelSize,
+        store: dict,
+        started: Started | None,
+    ):
+        self.settings, self.runtime, self.size = settings, runtime, size
+        self.store, self.started = store, started
+        self.id = started.id if started else runtime.on_rank0(lambda: secrets.token_hex(8))
+        self.folder = started.folder if started else None  # None until `open_folder` makes it
+        self.lock = ExitStack()  # on the folder, once it exists
+        self.log = Log()
+        self.log_size = 0  # bytes of the log that remain when it is opened
+        self.clock = Clock()
+        self.best, self.best_step = math.inf, 0  # lowest held-out bits per byte, and its step
+        self.evaluation_due = False  # whether an evaluation at this clock is still to be made
+        self.resumed_from: Path | None = None
+        self.saved_path: Path | None = None  # the last checkpoint
+        self.printed_at = time.monotonic()
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.log.file:
+            self.log.file.close()
+        self.lock.close()
+
+    # ---- start or resume
+
+    def restore(self) -> dict | None:
+        """Read the checkpoint that --resume names; continue at its clock.
+
+        Returns: the checkpoint; None if none was ever written, so that the run starts over
+        """
+        runtime = self.runtime
+        runtime.check_same({"the run in --out": self.id})
+        path = runtime.on_rank0(self.find_checkpoint)
+        if path is None:
+            runtime.say(f"{self.folder} was stopped before its first checkpoint: starting over")
+            return None
+        state = checkpoint.load(path, runtime, sharded=self.settings.run.fsdp)
+        if state["run"] != self.id:
+            raise ValueError(f"{path} belongs to another run: put back the one of {self.folder}")
+        self.clock, self.log_size = Clock.of(state["clock"]), state["log_size"]
+        self.best, self.best_step = state["best"], state["best_step"]
+        self.evaluation_due = state["evaluation_due"]
+        self.resumed_from = self.saved_path = path
+        self.check_budget()
+        now = made_by(runtime) | {"commit": commit()}
+        for name, before in (state["made_by"] | {"commit": state["commit"]}).items():
+            if now.get(name, before) != before:
+                effect = "losses may differ from those of an uninterrupted run"
+                runtime.say(f"{name} was {before} and is now {now[name]}: {effect}")
+        return state
+
+    def find_checkpoint(self) -> Path | None:
+        """On rank 0, lock the folder and choose a checkpoint; None if none was ever written."""
+        if not self.settings.run.dry_run:  # no other process may write until this run ends
+            self.lock.enter_context(folder_lock(self.folder, wait=False))
+        # A folder that somebody else made may hold a link to any of the user's files.
+        if (log := self.folder / "log.jsonl").is_symlink():
+            raise ValueError(f"{log} is a link: replace it with the file")
+        if self.started.sha256 != self.store["sha256"]:
+            raise ValueError(f"--data: {self.folder} was started with another store or mixture")
+        if checkpoint.steps_in(self.folder):
+            return checkpoint.find(self.folder, self.settings.run.resume)
+        if any(line["event"] == "checkpoint" for line in read_log(self.folder)):
+            raise ValueError(f"--resume: the checkpoints of {self.folder} are gone: put one back")
+        return None
+
+    @property
+    def is_extended(self) -> bool:
+        """Whether this resumed run has a larger --tokens than its config.json."""
+        started = self.started
+        return started is not None and self.settings.optim.tokens > started.config["optim.tokens"]
+
+    def check_budget(self) -> None:
+        """Refuse a larger --tokens if the learning rates used so far would have been different."""
+        optim, layers = self.settings.optim, self.settings.model.layers
+        before = replace(optim, tokens=self.started.config["optim.tokens"])
+        consumed = lr_clock(optim.lr_clock, layers, self.clock)
+        decays = optim.schedule != "wsd" or consumed > decay_start(before)
+        if self.is_extended and decays and optim.min_lr < 1:
+            raise ValueError(
+                f"--tokens {optim.tokens} at step {self.clock.step}: a run can be extended before"
+                " the decay of --schedule wsd begins, or with --min-lr 1"
+            )
+
+    def is_complete(self) -> bool:
+        """Whether the budget is consumed and everything after the last step is done too."""
+        ended = (line["event"] == "finished" for line in read_log(self.folder))
+        return self.is_finished and any(ended)
+
+    def open_folder(self, **about: object) -> None:
+        """Make the folder, or continue in the existing one; log `about` in the "run" line."""
+        runtime = self.runtime
+        if self.started is None:
+            self.folder = runtime.on_rank0(self.make_folder)
+        else:
+            runtime.on_rank0(self.set_aside_later_checkpoints)
+        if self.started is None or self.is_extended:
+            runtime.on_each_machine(self.write_config)
+        runtime.on_rank0(self.open_log)
+        self.log.write("run", **self.about(), resumed_at=self.clock.step, **about)
+        if self.resumed_from:
+            self.log_checkpoint()  # its line was cut: it was written after the size was saved
+
+    def make_folder(self) -> Path:
+        run, model = self.settings.run, self.settings.model
+        folder = new_folder(run.out, f"runs/{model.model}-{model.size}")
+        self.lock.enter_context(folder_lock(folder, wait=False))
+        return folder
+
+    def set_aside_later_checkpoints(self) -> None:
+        """Rename those later than the one to continue from: `last` must not find them any more."""
+        for path in checkpoint.steps_in(self.folder):
+            if self.resumed_from and path.stem > self.resumed_from.stem:
+                target = path.rename(path.with_name(f"abandoned-{path.name}"))
+                self.runtime.say(f"{path} is from a later step: renamed to {target.name}")
+
+    def write_config(self) -> None:
+        """Write config.json on this machine; ValueError if another run has this folder here."""
+        file, config = self.folder / "config.json", flattened(self.settings)
+        if self.started:
+            # Other settings that are given now hold for this start only. `schedule_tokens` stays,
+            # because techniques follow the first budget.
+            config = self.started.config | {"optim.tokens": config["optim.tokens"]}
+        if file.exists() and started_with(self.folder).id != self.id:
+            raise ValueError(f"--out {self.folder} holds another run on {platform.node()}")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        about = self.about() | {"id": self.id, "config": config, "store": self.store["sha256"]}
+        with atomic_write(file) as out:
+            out.write(json.dumps(about, indent=2).encode())
+
+    def open_log(self) -> None:
+        board = None
+        if self.settings.run.wandb:
+            board = open_wandb(self.folder, self.id, flattened(self.settings))
+        self.log = Log((self.folder / "log.jsonl").open("a+b"), board)
+        self.log.cut(self.log_size)
+
+    # ---- progress
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the budget is consumed; the last evaluation may still be missing."""
+        return self.clock.consumed_tokens >= self.settings.optim.tokens
+
+    def advance(self, after: Clock) -> None:
+        """Move the clock past a step, and note whether an evaluation is due after it."""
+        before, self.clock = self.clock, after
+        self.evaluation_due = due(self.settings.run.eval_every, before, after, self.is_finished)
+
+    def record_evaluation(self, bits_per_byte: float) -> bool:
+        """Record the result of the evaluation that was due; return whether it is the best."""
+        self.evaluation_due = False
+        is_best = bits_per_byte < self.best  # NaN is never the best
+        if is_best:
+            self.best, self.best_step = bits_per_byte, self.clock.step
+        return is_best
+
+    def about(self) -> dict:
+        """Return settings, size and provenance, for the log's "run" line and for checkpoints."""
+        return {
+            "run": self.id,
+            "config": flattened(self.settings),
+            "model_size": self.size._asdict(),
+            "made_by": made_by(self.runtime),
+            **provenance(),
+        }
+
+    def progress_bar(self) -> tqdm:
+        """Make rank 0's progress bar; without a terminal `log_step` prints a line per minute."""
+        return tqdm(
+            total=self.settings.optim.tokens,
+            initial=self.clock.consumed_tokens,
+            unit="tok",
+            unit_scale=True,
+            disable=None if self.runtime.is_rank0 else True,
+            smoothing=0.05,
+            dynamic_ncols=True,
+        )
+
+    def log_step(
+        self, before: Clock, columns: dict[str, object], bar: tqdm, *, ms: float, waited_ms: float
+    ) -> None:
+        """Log the step from the clock `before` to now, and advance the bar.
+
+        Args: columns more columns of the log line; report.py draws some of them
+              ms      of the whole step, including `waited_ms` that it waited for its batch
+        """
+        now = self.clock
+        epochs = now.real_tokens / self.store["train_tokens"]
+        self.log.write(
+            "train",
+            step=now.step,
+            consumed_tokens=now.consumed_tokens,
+            real_tokens=now.real_tokens,
+            layer_tokens=now.layer_tokens,
+            flops=now.flops,
+            tokens_per_s=round((now.real_tokens - before.real_tokens) / ms * 1e3, 1),
+            epochs=round(epochs, 4),
+            **columns,
+            ms=round(ms, 2),
+            data_ms=round(waited_ms, 2),
+        )
+        shown = f"loss {columns['loss']:.3f}" + (f", epochs {epochs:.1f}" if epochs > 1 else "")
+        bar.set_postfix_str(shown, refresh=False)
+        # The last step may overshoot the budget, and a bar beyond its total shows no time left.
+        bar.update(min(now.consumed_tokens, bar.total) - before.consumed_tokens)
+        if bar.disable and time.monotonic() > self.printed_at + LINE_SECONDS:
+            self.printed_at = time.monotonic()
+            done = f"{short(now.consumed_tokens)} of {short(bar.total)} tokens"
+            self.runtime.say(f"step {now.step:,}: {done}, {shown}")
+
+    def log_evaluation(self, result: dict[str, object], last: bool, ms: float) -> None:
+        """Log the result of an evaluation."""
+        self.log.write(
+            "eval",
+            step=self.clock.step,
+            consumed_tokens=self.clock.consumed_tokens,
+            **result,
+            last=last,
+            ms=round(ms, 1),
+            peak_memory=peak_memory(self.runtime.device),
+        )
+
+    # ---- checkpoints
+
+    def save(self, state: dict, named: dict[str, Tensor]) -> None:
+        """Save a checkpoint: what `assemble` and `restore` need, and what made it.
+
+        Args:   state of model and optimizers, from `Trainer.state`
+                named the parameters, which must be the same on all ranks
+        Raises: ValueError if ranks differ, or if the checkpoint could not be written
+        """
+        check_agreement(self.runtime, named)
+        state = {
+            **state,
+            "step": self.clock.step,
+            "clock": self.clock.as_dict(),
+            "best": self.best,
+            "best_step": self.best_step,
+            "evaluation_due": self.evaluation_due,
+            "log_size": self.log.size(),
+            "tokenizer_fingerprint": self.store["tokenizer_fingerprint"],
+            **self.about(),
+        }
+        path = checkpoint.step_path(self.folder, self.clock.step)
+        checkpoint.save(path, state, self.runtime, keep=self.settings.run.keep)
+        self.saved_path = path
+        self.log_checkpoint()
+
+    def log_checkpoint(self) -> None:
+        clock = self.clock.as_dict()
+        self.log.write("checkpoint", step=clock["step"], file=self.saved_path.name, clock=clock)
+
+
+# ---- its folder
 
 
 def new_folder(out: str | None, stem: str) -> Path:
@@ -205,279 +480,3 @@ def read_log(folder: Path) -> Iterator[dict]:
             except ValueError:
                 line = None
             yield line if isinstance(line, dict) and "event" in line else {"event": "torn"}
-
-
-# ---- the run
-
-
-class Run:
-    """A run: its progress, its folder, log and checkpoints. It writes nothing before `open`.
-
-    Args: size    of the model
-          store   the store's description: train_tokens, sha256, tokenizer_fingerprint
-          started what the run to resume was started with; None makes a new run
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        runtime: Runtime,
-        size: ModelSize,
-        store: dict,
-        started: Started | None,
-    ):
-        self.settings, self.runtime, self.size = settings, runtime, size
-        self.store, self.started = store, started
-        self.id = started.id if started else runtime.on_rank0(lambda: secrets.token_hex(8))
-        self.folder = started.folder if started else None  # None until `open` makes a new one
-        self.lock = ExitStack()  # on the folder, once it exists
-        self.log = Log()
-        self.log_size = 0  # bytes of the log that remain when it is opened
-        self.clock = Clock()
-        self.best, self.best_step = math.inf, 0  # lowest held-out bits per byte, and its step
-        self.evaluation_due = False  # whether an evaluation at this clock is still to be made
-        self.resumed_from: Path | None = None
-        self.saved_path: Path | None = None  # the last checkpoint
-        self.printed_at = time.monotonic()
-
-    def __enter__(self) -> "Run":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.log.file:
-            self.log.file.close()
-        self.lock.close()
-
-    # ---- start or resume
-
-    def restore(self) -> dict | None:
-        """Read the checkpoint that --resume names; continue at its clock.
-
-        Returns: the checkpoint; None if none was ever written, so that the run starts over
-        """
-        runtime = self.runtime
-        runtime.check_same({"the run in --out": self.id})
-        path = runtime.on_rank0(self.find_checkpoint)
-        if path is None:
-            runtime.say(f"{self.folder} was stopped before its first checkpoint: starting over")
-            return None
-        state = checkpoint.load(path, runtime, sharded=self.settings.run.fsdp)
-        if state["run"] != self.id:
-            raise ValueError(f"{path} belongs to another run: put back the one of {self.folder}")
-        self.clock, self.log_size = Clock.of(state["clock"]), state["log_size"]
-        self.best, self.best_step = state["best"], state["best_step"]
-        self.evaluation_due = state["evaluation_due"]
-        self.resumed_from = self.saved_path = path
-        self.check_budget()
-        now = made_by(runtime) | {"commit": commit()}
-        for name, before in (state["made_by"] | {"commit": state["commit"]}).items():
-            if now.get(name, before) != before:
-                effect = "losses may differ from those of an uninterrupted run"
-                runtime.say(f"{name} was {before} and is now {now[name]}: {effect}")
-        return state
-
-    def find_checkpoint(self) -> Path | None:
-        """On rank 0, lock the folder and choose a checkpoint; None if none was ever written."""
-        if not self.settings.run.dry_run:  # no other process may write until this run ends
-            self.lock.enter_context(folder_lock(self.folder, wait=False))
-        # A folder that somebody else made may hold a link to any of the user's files.
-        if (log := self.folder / "log.jsonl").is_symlink():
-            raise ValueError(f"{log} is a link: replace it with the file")
-        if self.started.sha256 != self.store["sha256"]:
-            raise ValueError(
-                f"--data: the run in {self.folder} was started with another store, or with other"
-                " weights in its mixture"
-            )
-        if checkpoint.steps_in(self.folder):
-            return checkpoint.find(self.folder, self.settings.run.resume)
-        if any(line["event"] == "checkpoint" for line in read_log(self.folder)):
-            raise ValueError(f"--resume: the checkpoints of {self.folder} are gone: put one back")
-        return None
-
-    @property
-    def is_extended(self) -> bool:
-        """Whether this resumed run has a larger --tokens than its config.json."""
-        started = self.started
-        return started is not None and self.settings.optim.tokens > started.config["optim.tokens"]
-
-    def check_budget(self) -> None:
-        """Refuse a larger --tokens if the learning rates used so far would have been different."""
-        optim, layers = self.settings.optim, self.settings.model.layers
-        before = replace(optim, tokens=self.started.config["optim.tokens"])
-        consumed = lr_clock(optim.lr_clock, layers, self.clock)
-        decays = optim.schedule != "wsd" or consumed > decay_start(before)
-        if self.is_extended and decays and optim.min_lr < 1:
-            raise ValueError(
-                f"--tokens {optim.tokens} at step {self.clock.step}: a run can be extended before"
-                " the decay of --schedule wsd begins, or with --min-lr 1"
-            )
-
-    def is_complete(self) -> bool:
-        """Whether the budget is consumed and everything after the last step is done too."""
-        ended = (line["event"] == "finished" for line in read_log(self.folder))
-        return self.is_finished and any(ended)
-
-    def open(self, **about: object) -> None:
-        """Make the folder, or continue in the existing one; log `about` in the "run" line."""
-        runtime = self.runtime
-        if self.started is None:
-            self.folder = runtime.on_rank0(self.make_folder)
-        else:
-            runtime.on_rank0(self.set_aside_later_checkpoints)
-        if self.started is None or self.is_extended:
-            runtime.on_each_machine(self.write_config)
-        runtime.on_rank0(self.open_log)
-        self.log.write("run", **self.about(), resumed_at=self.clock.step, **about)
-        if self.resumed_from:
-            self.log_checkpoint()  # its line was cut: it was written after the size was saved
-
-    def make_folder(self) -> Path:
-        run, model = self.settings.run, self.settings.model
-        folder = new_folder(run.out, f"runs/{model.model}-{model.size}")
-        self.lock.enter_context(folder_lock(folder, wait=False))
-        return folder
-
-    def set_aside_later_checkpoints(self) -> None:
-        """Rename those later than the one to continue from: `last` must not find them any more."""
-        for path in checkpoint.steps_in(self.folder):
-            if self.resumed_from and path.stem > self.resumed_from.stem:
-                target = path.rename(path.with_name(f"abandoned-{path.name}"))
-                self.runtime.say(f"{path} is from a later step: renamed to {target.name}")
-
-    def write_config(self) -> None:
-        """Write config.json on this machine; ValueError if another run has this folder here."""
-        file, config = self.folder / "config.json", flattened(self.settings)
-        if self.started:
-            # Other settings that are given now hold for this start only. `schedule_tokens` stays,
-            # because techniques follow the first budget.
-            config = self.started.config | {"optim.tokens": config["optim.tokens"]}
-        if file.exists() and started_with(self.folder).id != self.id:
-            raise ValueError(f"--out {self.folder} holds another run on {platform.node()}")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        about = self.about() | {"id": self.id, "config": config, "store": self.store["sha256"]}
-        with atomic_write(file) as out:
-            out.write(json.dumps(about, indent=2).encode())
-
-    def open_log(self) -> None:
-        board = None
-        if self.settings.run.wandb:
-            board = open_wandb(self.folder, self.id, flattened(self.settings))
-        self.log = Log((self.folder / "log.jsonl").open("a+b"), board)
-        self.log.cut(self.log_size)
-
-    # ---- progress
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the budget is consumed; the last evaluation may still be missing."""
-        return self.clock.consumed_tokens >= self.settings.optim.tokens
-
-    def advance(self, after: Clock) -> None:
-        """Move the clock past a step, and note whether an evaluation is due after it."""
-        before, self.clock = self.clock, after
-        self.evaluation_due = due(self.settings.run.eval_every, before, after, self.is_finished)
-
-    def record_evaluation(self, bits_per_byte: float) -> bool:
-        """Record the result of the evaluation that was due; return whether it is the best."""
-        self.evaluation_due = False
-        is_best = bits_per_byte < self.best  # NaN is never the best
-        if is_best:
-            self.best, self.best_step = bits_per_byte, self.clock.step
-        return is_best
-
-    def about(self) -> dict:
-        """Return settings, size and provenance, for the log's "run" line and for checkpoints."""
-        return {
-            "run": self.id,
-            "config": flattened(self.settings),
-            "model_size": self.size._asdict(),
-            "made_by": made_by(self.runtime),
-            **provenance(),
-        }
-
-    def progress_bar(self) -> tqdm:
-        """Make rank 0's progress bar; without a terminal `log_step` prints a line per minute."""
-        return tqdm(
-            total=self.settings.optim.tokens,
-            initial=self.clock.consumed_tokens,
-            unit="tok",
-            unit_scale=True,
-            disable=None if self.runtime.is_rank0 else True,
-            smoothing=0.05,
-            dynamic_ncols=True,
-        )
-
-    def log_step(
-        self, before: Clock, columns: dict[str, object], bar: tqdm, *, ms: float, waited_ms: float
-    ) -> None:
-        """Log the step from the clock `before` to now, and advance the bar.
-
-        Args: columns   more columns of the log line; report.py draws some of them
-              ms        the step's milliseconds, including `waited_ms`
-              waited_ms milliseconds that it waited for its batch
-        """
-        now = self.clock
-        epochs = now.real_tokens / self.store["train_tokens"]
-        self.log.write(
-            "train",
-            step=now.step,
-            consumed_tokens=now.consumed_tokens,
-            real_tokens=now.real_tokens,
-            layer_tokens=now.layer_tokens,
-            flops=now.flops,
-            tokens_per_s=round((now.real_tokens - before.real_tokens) / ms * 1e3, 1),
-            epochs=round(epochs, 4),
-            **columns,
-            ms=round(ms, 2),
-            data_ms=round(waited_ms, 2),
-        )
-        shown = f"loss {columns['loss']:.3f}" + (f", epochs {epochs:.1f}" if epochs > 1 else "")
-        bar.set_postfix_str(shown, refresh=False)
-        # The last step may overshoot the budget, and a bar beyond its total shows no time left.
-        bar.update(min(now.consumed_tokens, bar.total) - before.consumed_tokens)
-        if bar.disable and time.monotonic() > self.printed_at + LINE_SECONDS:
-            self.printed_at = time.monotonic()
-            done = f"{short(now.consumed_tokens)} of {short(bar.total)} tokens"
-            self.runtime.say(f"step {now.step:,}: {done}, {shown}")
-
-    def log_evaluation(self, result: dict[str, object], last: bool, ms: float) -> None:
-        """Log the result of an evaluation."""
-        self.log.write(
-            "eval",
-            step=self.clock.step,
-            consumed_tokens=self.clock.consumed_tokens,
-            **result,
-            last=last,
-            ms=round(ms, 1),
-            peak_memory=peak_memory(self.runtime.device),
-        )
-
-    # ---- checkpoints
-
-    def save(self, state: dict, named: dict[str, Tensor]) -> None:
-        """Save a checkpoint: what `assemble` and `restore` need, and what made it.
-
-        Args:   state of model and optimizers, from `Trainer.state`
-                named the parameters, which must be the same on all ranks
-        Raises: ValueError if ranks differ, or if the checkpoint could not be written
-        """
-        check_agreement(self.runtime, named)
-        state = {
-            **state,
-            "step": self.clock.step,
-            "clock": self.clock.as_dict(),
-            "best": self.best,
-            "best_step": self.best_step,
-            "evaluation_due": self.evaluation_due,
-            "log_size": self.log.size(),
-            "tokenizer_fingerprint": self.store["tokenizer_fingerprint"],
-            **self.about(),
-        }
-        path = checkpoint.step_path(self.folder, self.clock.step)
-        checkpoint.save(path, state, self.runtime, keep=self.settings.run.keep)
-        self.saved_path = path
-        self.log_checkpoint()
-
-    def log_checkpoint(self) -> None:
-        clock = self.clock.as_dict()
-        self.log.write("checkpoint", step=clock["step"], file=self.saved_path.name, clock=clock)

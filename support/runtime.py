@@ -101,10 +101,9 @@ def join_ranks(rank: int, world_size: int, device: torch.device, timeout: timede
 
 
 def group_of(device: torch.device) -> dict[str, str | torch.device]:
-    """Return the arguments of init_process_group for ranks on such devices.
+    """Return the arguments of init_process_group: with GPUs, gloo serves tensors on the host.
 
-    With GPUs, gloo still reduces tensors in host memory. Because NCCL is told this rank's GPU, it
-    connects right away, and a barrier does not have to guess the device.
+    NCCL connects at once if it is told this rank's GPU, and a barrier need not guess the device.
     """
     if device.type == "cuda":
         return {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
@@ -119,13 +118,11 @@ def device_free(device: torch.device) -> int | None:
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move a host tensor to a device; do not wait until a GPU has received it.
-
-    A GPU reads page-locked memory by itself. Any other memory the driver copies first, and only
-    after the GPU has finished all its queued work.
-    """
+    """Move a host tensor to a device; do not wait until a GPU has received it."""
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
+    # A GPU reads page-locked memory by itself. Any other memory the driver copies first, and only
+    # after the GPU has finished all its queued work.
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -243,10 +240,7 @@ def result_of(action: Callable[[], Value]) -> Value | ValueError:
 
 @contextmanager
 def naming_step(step: Callable[[], int]) -> Iterator[None]:
-    """When torch reports that another rank is gone, print the current step and end this process.
-
-    Every remaining rank prints it, because rank 0 may be the one that is gone.
-    """
+    """When torch reports that another rank is gone, print the current step and end this process."""
     try:
         yield
     except RuntimeError as error:
@@ -254,6 +248,7 @@ def naming_step(step: Callable[[], int]) -> Iterator[None]:
             raise
         line = f"rank {dist.get_rank()} lost another rank after step {step()}: it has ended or has"
         line += f" not answered for {TIMEOUT.seconds} s: find out why, then --resume"
+        # Every remaining rank prints it, because rank 0 may be the one that is gone.
         tqdm.write(f"error: {line}", file=sys.stderr)
         os._exit(1)  # as in `exit_cleanly`
 
@@ -264,11 +259,9 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 
 
 def check_agreement(runtime: Runtime, named: dict[str, Tensor]) -> None:
-    """Raise ValueError on every rank unless all hold the same bits, naming a tensor that differs.
+    """Refuse to continue if ranks hold different bits of a tensor.
 
     Sharded tensors are skipped, because no two ranks hold the same rows.
-
-    Cost: one pass over the tensors, and one message with a number per tensor
     """
     whole = {name: tensor for name, tensor in named.items() if not hasattr(tensor, "to_local")}
     if runtime.world_size > 1 and whole:
