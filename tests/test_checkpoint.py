@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from conftest import contents, kill_at, names, refusal
+from conftest import contents, kill_at, names, refusal, same
 
 from support import checkpoint
 from support.checkpoint import find, load, save, step_path
@@ -38,14 +38,6 @@ def save_step(folder: Path, step: int = 7, best_step: int = 0, keep: int = 2) ->
     path = step_path(folder, step)
     save(path, state_of(step, best_step), keep=keep)
     return path
-
-
-def same(a: object, b: object) -> bool:
-    if isinstance(b, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in b)
-    if isinstance(b, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    return a == b
 
 
 def test_a_saved_state_loads_unchanged(tmp_path):
