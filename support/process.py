@@ -88,8 +88,8 @@ class Parser(argparse.ArgumentParser):
         hint = "see --help"
         if wrong := re.search(r"arguments: (--[\w-]+)|invalid choice: '([^']*)'", message):
             known = [w for a in self._actions for w in (*a.option_strings, *(a.choices or ()))]
-            for word in get_close_matches(wrong[1] or wrong[2], map(str, known), 1, cutoff=0.75):
-                hint = f"did you mean {word}?"
+            if meant := get_close_matches(wrong[1] or wrong[2], map(str, known), 1, cutoff=0.75):
+                hint = f"did you mean {meant[0]}?"
         raise ValueError(f"{message} ({hint})")
 
 

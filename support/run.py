@@ -182,7 +182,10 @@ class Run:
         if (log := self.folder / "log.jsonl").is_symlink():
             raise ValueError(f"{log} is a link: replace it with the file")
         if self.started.sha256 != self.store["sha256"]:
-            raise ValueError(f"--data: {self.folder} was started with another store or mixture")
+            raise ValueError(
+                f"--data: {self.folder} was started with another store, or with other weights of its"
+                " mixture"
+            )
         if checkpoint.steps_in(self.folder):
             return checkpoint.find(self.folder, self.settings.run.resume)
         if any(line["event"] == "checkpoint" for line in read_log(self.folder)):

@@ -129,7 +129,7 @@ def test_a_run_resumes_only_with_its_text(folder, store_dir, tmp_path):
     assert train.main(["--resume", "--out", "run", "--data", str(moved)]) == 0
     (tmp_path / "text.txt").write_text("another text\n" * 500)
     prepare([tmp_path / "text.txt"], tmp_path / "other", get_encoding("bytes"), "bytes")
-    resume_fails(folder, "--data: .*run was started with another store or mixture", "--data other")
+    resume_fails(folder, "--data: .*run was started with another store", "--data other")
 
 
 def test_files_that_do_not_belong_to_the_run_are_refused(folder):
