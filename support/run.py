@@ -183,7 +183,7 @@ class Run:
             raise ValueError(f"{log} is a link: replace it with the file")
         if self.started.sha256 != self.store["sha256"]:
             raise ValueError(
-                f"--data: {self.folder} was started with another store, or with other weights of its"
+                f"--data: {self.folder} was started with another store, or with other weights in a"
                 " mixture"
             )
         if checkpoint.steps_in(self.folder):
