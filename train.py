@@ -54,8 +54,8 @@ from plan import Plan, Step, announce, read_ahead, spent
 from support.checkpoint import assign
 from support.clock import StepContext, due, generator, seed_of
 from support.fsdp import shard, sync_gradients
-from support.optim import Optimizers, learning_rate
-from support.process import StopSignal, exit_cleanly, launcher, one_line
+from support.optim import Optimizers, learning_rate, state_bytes
+from support.process import StopSignal, exit_cleanly, one_line
 from support.run import Log, Run, commit
 from support.runtime import (
     Runtime,
@@ -66,6 +66,7 @@ from support.runtime import (
     start,
     sum_of_bits,
 )
+from support.settings import short
 from support.sizes import empty_model, micro_batch_rows, parameter_count, peak_flops
 from support.weights import initial_model, model_size
 
@@ -87,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     with Run(settings, runtime, size, data.store.meta, started) as run:
         try:
             with naming_step(lambda: run.clock.step):
-                return go(run, data, micro_batch)
+                return run_training(run, data, micro_batch)
         except torch.OutOfMemoryError as error:
             raise ValueError(
                 f"--micro-batch-size {micro_batch} is too much for this device: choose less, or add"
@@ -95,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
             ) from None
 
 
-def go(run: Run, data: Data, micro_batch: int) -> int:
+def run_training(run: Run, data: Data, micro_batch: int) -> int:
     """Start or continue a run, until it ends or a signal stops it.
 
     Args:    micro_batch rows of a micro-batch, at full length
@@ -104,15 +105,10 @@ def go(run: Run, data: Data, micro_batch: int) -> int:
     s, runtime = run.settings, run.runtime
     shape = config.transformer_config(s, *run.size)
     plan = Plan(s, data.store, config.task_of(s, data.encoding), runtime, shape)
-    state = None
-    if run.started:
-        like = empty_model(shape)
-        if s.run.fsdp:
-            shard(like, runtime)
-        state = run.restore(like.state_dict() if s.run.fsdp else {})
-        if runtime.on_rank0(run.is_complete):
-            runtime.say(f"{run.folder} is finished: its {s.optim.tokens:,} tokens are consumed")
-            return 0
+    state = run.restore() if run.started else None
+    if run.started and runtime.on_rank0(run.is_complete):
+        runtime.say(f"{run.folder} is finished: its {s.optim.tokens:,} tokens are consumed")
+        return 0
     if s.offload.on:
         offload.preview(
             s.offload,
@@ -122,6 +118,11 @@ def go(run: Run, data: Data, micro_batch: int) -> int:
             fsdp=s.run.fsdp,
         )
     announce(plan, run, micro_batch)
+    if s.run.fsdp:
+        named = dict(empty_model(shape).named_parameters())
+        held = state_bytes(named, muon=s.optim.optimizer == "muon")
+        gathered = short(held["weights"] + held["optimizer"], "B")
+        runtime.say(f"--fsdp: a checkpoint takes {gathered} of rank 0's host memory")
     if is_compiled(s, runtime):
         runtime.say("compile: blocks are compiled as their shapes come, which takes seconds")
     if s.run.dry_run:
@@ -137,7 +138,7 @@ def go(run: Run, data: Data, micro_batch: int) -> int:
             raise
         raise ValueError(f"{run.resumed_from}: {error}") from None
     del state  # free its memory
-    run.open(
+    run.open_folder(
         bytes=trainer.optimizers.memory(),
         ranks=runtime.world_size,
         parameters=parameter_count(shape),
@@ -149,8 +150,7 @@ def go(run: Run, data: Data, micro_batch: int) -> int:
     stopped_by = train(run, data, plan, trainer)
     if stopped_by == 0:
         return 0
-    resume = f"{launcher()} train.py --resume --out {run.folder}"
-    runtime.say(f"stopped at step {run.clock.step}; continue with: {resume}")
+    runtime.say(f"stopped at step {run.clock.step}; continue with --resume --out {run.folder}")
     return 128 + stopped_by
 
 
@@ -173,8 +173,7 @@ def train(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> int:
     evaluation, peak = held_out(s, data, s.run.eval_tokens), peak_flops(runtime)
     has_noted = False
     with StopSignal() as stop, run.progress_bar() as bar:
-        is_best = run.evaluation_due and run.evaluated(evaluate(run, trainer, evaluation))
-        if is_best:
+        if evaluate_if_due(run, trainer, evaluation):
             run.save(trainer.state(), trainer.optimizers.named)
         for step, waited_ms in read_ahead(plan, run.clock):
             began = time.perf_counter()
@@ -193,12 +192,19 @@ def train(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> int:
             if runtime.on_any_rank(stop.number > 0):
                 run.save(trainer.state(), trainer.optimizers.named)
                 return stop.number or signal.SIGTERM
-            is_best = run.evaluation_due and run.evaluated(evaluate(run, trainer, evaluation))
+            is_best = evaluate_if_due(run, trainer, evaluation)
             is_due = due(s.run.checkpoint_every, step.before, step.after)
             if is_best or is_due or run.is_finished:
                 run.save(trainer.state(), trainer.optimizers.named)
         finish(run, data, plan, trainer, bar)
     return 0
+
+
+def evaluate_if_due(run: Run, trainer: "Trainer", evaluation: Evaluation) -> bool:
+    """Evaluate the model if the clock says so; return whether it is the best so far."""
+    if not run.evaluation_due:
+        return False
+    return run.record_evaluation(evaluate(run, trainer, evaluation))
 
 
 def evaluate(run: Run, trainer: "Trainer", evaluation: Evaluation, last: bool = False) -> float:

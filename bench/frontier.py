@@ -258,7 +258,7 @@ def timed_steps(
         all_of.setdefault(shape, []).append(step)
     for shape, alike in all_of.items():
         if settings.pseudo.on:
-            trainer = next_trainer(trainer, alike[0], Log(ROOT, active=False))
+            trainer = next_trainer(trainer, alike[0], Log())
         if shapes is None or shape in shapes:
             batches = cycle(alike[:: -(-len(alike) // STEPS_TIMED)])
             yield shape, lambda make=trainer.train_step, batches=batches: make(next(batches))

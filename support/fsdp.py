@@ -1,12 +1,15 @@
 """--fsdp: every rank holds some rows of each weight, of its gradient and of its optimizer state.
 
-torch's FSDP2 (`fully_shard`) makes each parameter a DTensor. A block's whole weights are gathered
-just before it runs and freed afterwards. Its gradients are averaged over ranks as with DDP, but
-each rank keeps only its rows. Blocks are gathered one at a time; everything outside them, such as
-the embeddings, forms one more group.
+Of a weight with 65 rows, rank 0 of two holds 33 and rank 1 holds 32, as a DTensor. torch's FSDP2
+(`fully_shard`) gathers a block's weights just before it runs and frees them afterwards. Gradients
+are averaged over ranks as with DDP, but each rank keeps only its rows. Everything outside the
+blocks is gathered as one more group.
 
-    shard(model, runtime)             # after compiling, before the optimizers
-    sync_gradients(model, is_last)    # before the forward pass of each micro-batch
+    train.py       assemble  `shard` the model: after compiling, before the optimizers
+                   backward  `sync_gradients`: only the last micro-batch averages
+    optim.py       step      updates `local_rows`; Muon gathers whole matrices
+    checkpoint.py  save      `gather_to_rank0`, which writes the same file as without --fsdp
+                   load      `scatter_from_rank0`, which has read the file
 
 Every rank must run the same number of forward passes, in evaluation and sampling too; otherwise the
 ranks wait for each other. Forward passes need `runtime.autocast()`, because a block gathered in
@@ -17,12 +20,17 @@ Papers: Rajbhandari et al., arXiv 1910.02054 (ZeRO, stage 3); Zhao et al., arXiv
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from support.runtime import Runtime, group_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 def shard(model: nn.Module, runtime: Runtime) -> None:
@@ -31,29 +39,35 @@ def shard(model: nn.Module, runtime: Runtime) -> None:
     Raises: ValueError on a device that FSDP2 does not support
     """
     # Imported here because it takes half a second, which other runs should not wait for.
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    kind = runtime.device.type
-    if kind not in ("cpu", "cuda"):
-        raise ValueError(f"--fsdp needs --device cpu or cuda, not {kind}: leave out --fsdp")
-    if not dist.is_initialized():  # not started by torchrun: make a group of one process
-        dist.init_process_group(
-            **group_of(runtime.device), store=dist.HashStore(), rank=0, world_size=1
-        )
-    mesh = init_device_mesh(kind, (runtime.world_size,))
-    for block in dict.fromkeys(model.h):
+    mesh = mesh_of(runtime)
+    for block in dict.fromkeys(model.h):  # blocks that share weights (--pseudo) are one
         if next(block.parameters(), None) is not None:
             fully_shard(block, mesh=mesh, mp_policy=precision(runtime))
     fully_shard(model, mesh=mesh)
 
 
-def precision(runtime: Runtime):  # -> MixedPrecisionPolicy
+def mesh_of(runtime: Runtime) -> "DeviceMesh":
+    """Return all ranks as one dimension; a process without torchrun becomes a group of one."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    kind = runtime.device.type
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"--fsdp needs --device cpu or cuda, not {kind}")
+    if not dist.is_initialized():
+        dist.init_process_group(
+            **group_of(runtime.device), store=dist.HashStore(), rank=0, world_size=1
+        )
+    return init_device_mesh(kind, (runtime.world_size,))
+
+
+def precision(runtime: Runtime) -> "MixedPrecisionPolicy":
     """Choose the dtype in which a block is gathered; gradients are summed in fp32.
 
-    On a GPU it is the runtime's dtype: bf16 halves the bytes, and autocast rounds the matrices to
-    it anyway. Norms are computed in fp32 as with DDP, but from rounded weights. On a CPU it is
-    fp32, because autocast would give a norm fp32 inputs and bf16 weights, which torch refuses.
+    On a GPU it is the runtime's: bf16 halves the bytes, and autocast rounds matrices to it anyway.
+    Norms run in fp32 as with DDP, but from rounded weights. On a CPU it is fp32: autocast would
+    give a norm fp32 inputs and bf16 weights, which torch refuses.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -62,13 +76,26 @@ def precision(runtime: Runtime):  # -> MixedPrecisionPolicy
     return MixedPrecisionPolicy(runtime.dtype, torch.float32, cast_forward_inputs=False)
 
 
+def sync_gradients(model: nn.Module, is_last: bool) -> None:
+    """Average gradients over ranks in the backward pass of the last micro-batch only.
+
+    Until then every rank holds whole gradients of every parameter.
+
+    Args: model sharded, or in DistributedDataParallel; for any other this does nothing
+    """
+    if is_sharded(model):
+        model.set_requires_gradient_sync(is_last)
+    elif hasattr(model, "require_backward_grad_sync"):
+        model.require_backward_grad_sync = is_last
+
+
 def is_sharded(model: nn.Module) -> bool:
     return hasattr(model, "set_requires_gradient_sync")  # a method that FSDP2 adds
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model in evaluation mode; restore its previous mode afterwards."""
+    """Put the model in evaluation mode while the block runs."""
     was_training = model.training
     model.eval()
     try:
@@ -79,13 +106,23 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             model.reshard()  # FSDP keeps weights outside the blocks gathered for a backward pass
 
 
-def is_shard(tensor: Tensor) -> bool:
+def of_rank0(model: nn.Module, value: Tensor) -> Tensor:
+    """Return rank 0's value if the model is sharded, so that all ranks make the same passes."""
+    if is_sharded(model):
+        dist.broadcast(value, 0)
+    return value
+
+
+# ---- tensors, of which each rank holds some rows
+
+
+def is_dtensor(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_local")
 
 
-def rows_here(tensor: Tensor) -> Tensor:
-    """Return this rank's rows of a parameter, all of them unless it is sharded, without a copy."""
-    return tensor.to_local() if is_shard(tensor) else tensor
+def local_rows(tensor: Tensor) -> Tensor:
+    """Return the rows that this rank holds, all of them unless it is a DTensor, without a copy."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def as_dtensor(rows: Tensor, like: Tensor) -> Tensor:
@@ -109,26 +146,26 @@ def norm_over_ranks(norm: Tensor) -> Tensor:
     return squares.sqrt()
 
 
-def sync_gradients(model: nn.Module, is_last: bool) -> None:
-    """Choose whether the next backward pass averages gradients over ranks or only accumulates.
+def gather_to_rank0(tensor: Tensor, runtime: Runtime) -> Tensor:
+    """Return a DTensor's rows of all ranks, in host memory, on rank 0; else the tensor as it is.
 
-    Until they are averaged, every rank holds whole gradients of every parameter.
-
-    Args: model   sharded, or in DistributedDataParallel; for any other this does nothing
-          is_last whether it is the step's last micro-batch, whose backward pass averages
+    Cost: every rank's device holds the whole tensor for a moment
     """
-    if is_sharded(model):
-        model.set_requires_gradient_sync(is_last)
-    elif hasattr(model, "require_backward_grad_sync"):
-        model.require_backward_grad_sync = is_last
+    if not is_dtensor(tensor):
+        return tensor
+    whole = tensor.full_tensor()
+    return whole.cpu() if runtime.is_rank0 else tensor
 
 
-def of_rank0(model: nn.Module, value: Tensor) -> Tensor:
-    """Return rank 0's value if the model is sharded, so that all ranks continue alike.
+def scatter_from_rank0(tensor: Tensor, runtime: Runtime) -> Tensor:
+    """Give each rank its rows of rank 0's tensor, as a DTensor on the rank's device.
 
-    If values differed by a rounding error, one rank might end a text while the others continue and
-    wait for it.
+    Args: tensor elsewhere only its shape and dtype matter
     """
-    if is_sharded(model):
-        dist.broadcast(value, 0)
-    return value
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    return distribute_tensor(tensor, mesh_of(runtime), [Shard(0)])
+
+
+# names that support/optim.py imports
+is_shard, rows_here = is_dtensor, local_rows

@@ -1,9 +1,10 @@
-"""One process: how it parses its command line, reports a mistake, hears signals, and ends.
+"""One process: how it ends, parses its command line, hears signals, and uses memory.
 
-main      exit_cleanly(main): a user's mistake is one line on stderr and exit status 2
-parser    Parser: one-line errors that suggest the word that was meant
-signals   StopSignal: remember a signal until the step is over
-memory    keep_freed_memory, host_free, resident, peak_memory
+    python train.py --oops      error: unrecognized arguments: --oops (see --help)
+
+`exit_cleanly(main)` prints a user's mistake as one line on stderr and exits with status 2. `Parser`
+suggests the word that was meant, as in `did you mean --ltd-start?`. `StopSignal` remembers a signal
+until the step is over.
 """
 
 import argparse
@@ -27,46 +28,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parents[1]  # the repository
 MISTAKES = (ValueError, OSError)  # the user's mistakes: reported in one line, exit status 2
 
-# ---- how a command starts and ends
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser that raises one-line errors for `exit_cleanly` and does not print the usage."""
-
-    def __init__(self, **options: object):
-        super().__init__(allow_abbrev=False, **options)
-
-    def error(self, message: str) -> None:
-        known = [w for a in self._actions for w in (*a.option_strings, *(a.choices or ()))]
-        wrong = re.search(r"arguments: (--[\w-]+)|invalid choice: '([^']*)'", message)
-        meant = wrong and get_close_matches(wrong[1] or wrong[2], map(str, known), n=1, cutoff=0.75)
-        raise ValueError(f"{message} ({f'did you mean {meant[0]}?' if meant else 'see --help'})")
-
-
-def launcher() -> str:
-    """Return the command that starts such a process: python, or torchrun with as many processes.
-
-    Example: torchrun --nproc-per-node 8
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return "python"
-    nodes, each = (int(os.environ[f"{of}_WORLD_SIZE"]) for of in ("GROUP", "LOCAL"))
-    return f"torchrun{f' --nnodes {nodes}' if nodes > 1 else ''} --nproc-per-node {each}"
-
-
-def one_line(error: Exception) -> str:
-    if isinstance(error, OSError) and error.filename is not None:
-        return printable(f"{error.filename}: {error.strerror}")
-    return printable(" ".join(str(error).split()))
-
-
-def printable(text: str, kept: str = "") -> str:
-    """Escape control characters, because text from a stranger's file could control the terminal.
-
-    Args: kept characters to leave as they are, such as line ends
-    """
-    safe = (char if char in kept or char.isprintable() else ascii(char)[1:-1] for char in text)
-    return "".join(safe)
+# ---- how a command ends
 
 
 def exit_cleanly(main: Callable[[], int | None]) -> None:
@@ -98,6 +60,41 @@ def exit_cleanly(main: Callable[[], int | None]) -> None:
     sys.exit(status)
 
 
+def one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return printable(f"{error.filename}: {error.strerror}")
+    return printable(" ".join(str(error).split()))
+
+
+def printable(text: str, kept: str = "") -> str:
+    """Escape control characters, because text from a stranger's file could control the terminal.
+
+    Args: kept characters to leave as they are, such as line ends
+    """
+    safe = (char if char in kept or char.isprintable() else ascii(char)[1:-1] for char in text)
+    return "".join(safe)
+
+
+# ---- its command line
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises one-line errors for `exit_cleanly` and does not print the usage."""
+
+    def __init__(self, **options: object):
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> None:
+        hint = "see --help"
+        if wrong := re.search(r"arguments: (--[\w-]+)|invalid choice: '([^']*)'", message):
+            known = [w for a in self._actions for w in (*a.option_strings, *(a.choices or ()))]
+            if meant := get_close_matches(wrong[1] or wrong[2], map(str, known), 1, cutoff=0.75):
+                hint = f"did you mean {meant[0]}?"
+        raise ValueError(f"{message} ({hint})")
+
+
+# ---- signals
+
 # Sent by schedulers, by Ctrl-C, by a terminal that closes, and by Slurm before the time limit.
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
@@ -105,17 +102,21 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 class StopSignal:
     """Remember a signal until the step is over; under nohup, SIGHUP stays ignored."""
 
+    def __init__(self):
+        self.number = 0  # of the last signal; 0: none
+        self.handlers = {n: signal.getsignal(n) for n in STOPPING}
+
     def __enter__(self) -> "StopSignal":
-        self.number = 0
-        heard = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
-        self.before = {number: signal.signal(number, self.note) for number in heard}
+        for number, handler in self.handlers.items():
+            if handler != signal.SIG_IGN:
+                signal.signal(number, self.remember)
         return self
 
-    def note(self, number: int, _frame: object) -> None:
+    def remember(self, number: int, _frame: object) -> None:
         self.number = number
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self.before.items():
+        for number, handler in self.handlers.items():
             signal.signal(number, handler)
 
 
@@ -140,22 +141,19 @@ def keep_freed_memory() -> None:
     mallopt(M_TOP_PAD, LARGEST_KEPT)
 
 
-def host_free(meminfo: str = "/proc/meminfo") -> int | None:
+def host_free() -> int | None:
     """Return the bytes of host memory available without swapping; None if unknown."""
-    return _bytes_in(meminfo, "MemAvailable")
-
-
-def resident(key: str = "VmRSS") -> int:
-    """Return the bytes that this process holds now, or with VmHWM at its peak; 0 if unknown."""
-    return _bytes_in("/proc/self/status", key) or 0
+    return bytes_in("/proc/meminfo", "MemAvailable")
 
 
 def peak_memory(device: torch.device) -> int:
     """Return this process's peak memory in bytes, of the GPU or of the host; 0 if unknown."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident("VmHWM")
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return bytes_in("/proc/self/status", "VmHWM") or 0
 
 
-def _bytes_in(file: str, key: str) -> int | None:
+def bytes_in(file: str, key: str) -> int | None:
     with suppress(FileNotFoundError):
         if line := re.search(rf"{key}:\s*(\d+) kB", Path(file).read_text()):
             return int(line[1]) * 1024

@@ -5,39 +5,22 @@
                     step-00000293.pt        checkpoints: the newest two and the best
                     report.html             a page about the run, written at the end
 
-A run of 489 steps, which saves a checkpoint every 200,000 tokens, is killed after step 320.
-`train.py --resume` continues it, in this order:
+A run is killed after step 320; its newest checkpoint is of step 293. `train.py --resume`:
 
-  1. config.parse_or_resume finds the folder: --out, or the run in runs/ that was started or
-     extended last. It takes the settings from config.json and refuses different values, except for
-     flags that only say where and how fast to run (`free` in their group): --out --data
-     --curriculum-index, --device --compile --fsdp --offload* --checkpoint-activations
-     --micro-batch-size, --*eval-* --checkpoint-every --keep --wandb --dry-run. Those apply to this
-     start only. --tokens may grow, and config.json keeps the larger value; the schedules of
-     techniques keep following the first budget
-  2. train.main refuses ranks that differ in settings, commit, torch, device, dtype or threads, and
-     opens the store
-  3. Run.restore locks the folder until this process ends, compares the store's sha256 with
-     config.json, and reads the newest checkpoint, step-00000293.pt (--resume best: the best), after
-     checking every CRC32. It refuses a damaged checkpoint, or one of another run, and names it; it
-     never falls back to an older one. The clock is now at step 293. It reports if commit, torch,
-     device, dtype or the number of CPU threads has changed. A different number of ranks, another
-     micro-batch size, --compile, --fsdp or --offload may also change the last bits of losses; ranks
-     and micro-batches also change the masks of --dropout
-  4. train.assemble builds model and optimizers from the checkpoint. There is no random state to
-     restore: every draw is a function of (seed, purpose, step, ...), see support/clock.py. The
-     clock's `Cursor` says where in the text the next rows begin
-  5. Run.open cuts the log to its length at step 293 and appends a new "run" line; steps 294 to 320
-     are computed and logged again. With --resume best, later checkpoints are renamed abandoned-*
-  6. train.train first makes an evaluation that is still due: a run stopped by a signal saves its
-     checkpoint at once and leaves the evaluation to the next start. Then it continues with step
-     294, because the plan is a pure function of settings, store and clock
+    config.parse_or_resume  takes the settings from config.json. Flags that only say where and how
+                            fast to run may differ (`free` in their group); --tokens may grow
+    Run.restore             locks the folder, refuses another text, reads step-00000293.pt (--resume
+                            best: the best one; never an older one instead of a damaged one)
+    train.assemble          makes model and optimizers from it. There is no random state to restore:
+                            every draw is a function of (seed, purpose, step, ...)
+    Run.open_folder         writes for the first time: cuts the log to its length at step 293. After
+                            --resume best, later checkpoints are renamed abandoned-*
+    train.train             evaluates if a signal had left that to be done, and repeats steps 294 to
+                            320: the plan is a function of settings, text and clock
 
-A checkpoint holds "model", "optimizers" and, with --pseudo, "pseudo" for `assemble`; "clock",
-"best", "best_step", "log_size", "evaluation_due" and the run's id ("run") for `restore`; "made_by"
-and "commit", which `restore` compares; and a record of what made it. It is written under a hidden
-name and renamed once it is on disk. A run that is already finished says so after 3 and exits. One
-that was stopped before its first checkpoint starts over, and reads --init again.
+Losses are those of an uninterrupted run, bit for bit. Other numbers of ranks or micro-batches,
+--compile, --fsdp and --offload may change their last bits. Only rank 0 uses the folder; each
+machine has a copy of config.json.
 """
 
 import itertools
@@ -46,7 +29,6 @@ import math
 import os
 import platform
 import secrets
-import shutil
 import subprocess
 import sys
 import time
@@ -55,7 +37,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,6 +72,9 @@ class ModelSize(NamedTuple):
     positions: int | None = None  # number of learned positions, if published weights decide it
 
 
+# ---- what a run was started with
+
+
 class Started(NamedTuple):
     """What a run was started with, as read from its config.json."""
 
@@ -100,136 +85,31 @@ class Started(NamedTuple):
     sha256: dict[str, str]  # of the store's files
 
 
-# ---- config.json
-
-
 def started_with(folder: Path) -> Started:
     """Read what a run was started with; ValueError if the folder holds no run."""
     try:
         about = json.loads((folder / "config.json").read_text())
     except FileNotFoundError:
-        message = f"--resume: {folder} holds no run; name a run's folder with --out"
-        raise ValueError(message) from None
+        raise ValueError(f"--resume: {folder} holds no run; name one with --out") from None
     except ValueError as error:
         raise ValueError(f"{folder}/config.json is damaged: {error}") from None
     size = ModelSize(**about["model_size"])
     return Started(folder, about["id"], about["config"], size, about["store"])
 
 
-def write_config(folder: Path, about: dict) -> None:
-    with atomic_write(folder / "config.json") as file:
-        file.write(json.dumps(about, indent=2).encode())
-
-
 def newest_run() -> Path:
     """Find the folder in runs/ whose run was started, or extended with more --tokens, last."""
     starts = sorted(Path("runs").glob("[!.]*/config.json"), key=lambda path: path.stat().st_mtime)
     if not starts:
-        raise ValueError("--resume: there is no run in runs/; name a run's folder with --out")
+        raise ValueError("--resume: runs/ holds no run; name one with --out")
     return starts[-1].parent
-
-
-def new_folder(out: str | None, stem: str) -> Path:
-    """Make the folder `out`, or without one the first of stem-1, stem-2, ... that is free."""
-    if out is None:
-        for number in itertools.count(1):
-            folder = Path(f"{stem}-{number}")
-            with suppress(FileExistsError):
-                folder.mkdir(parents=True)
-                return folder
-    folder = Path(out)
-    if (folder / "config.json").exists() or (folder / "log.jsonl").exists():
-        raise ValueError(f"--out {folder} already holds a run: name another, or add --resume")
-    # Hidden names do not count: a run killed while it started may have left one.
-    if folder.exists() and (not folder.is_dir() or any(folder.glob("[!.]*"))):
-        raise ValueError(f"--out {folder} exists and is not an empty folder: name a new one")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def provenance() -> dict[str, str]:
-    """Return what produced a result: command, commit, versions, machine."""
-    return {
-        "argv": " ".join(sys.argv),
-        "commit": commit(),
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "threads": str(torch.get_num_threads()),
-        "machine": f"{platform.system()} {platform.machine()}",
-    }
-
-
-@cache
-def commit() -> str:
-    """Ask git for the commit of this code, once: a later commit is not the code that is running."""
-    command = ["git", "describe", "--always", "--dirty"]
-    try:
-        described = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    except OSError:  # git is not installed
-        described = ""
-    return described or "none"
-
-
-# ---- log.jsonl
-
-
-class Log:
-    """log.jsonl: one JSON object per line, written by rank 0. --wandb gets its numbers too.
-
-    Args: active whether this rank writes
-          size   when resuming, the number of bytes to keep
-    """
-
-    def __init__(self, folder: Path, active: bool, size: int | None = None):
-        self.board = None
-        self.file = (folder / "log.jsonl").open("a+b") if active else None
-        if self.file and size is not None:
-            self.file.truncate(min(size, self.file.tell()))
-
-    def open_wandb(self, folder: Path, run_id: str, settings: Flat) -> None:
-        import wandb
-
-        project = os.environ.get("WANDB_PROJECT", "parsimony")
-        about = {"project": project, "config": settings, "dir": str(folder), "name": folder.name}
-        self.board = wandb.init(id=run_id, resume="allow", **about)
-        self.board.define_metric("*", step_metric="consumed_tokens")
-
-    def write(self, event: str, **values: object) -> None:
-        if self.file is None:
-            return
-        self.file.write(json.dumps({"event": event, **values}).encode() + b"\n")
-        self.file.flush()
-        if self.board and "consumed_tokens" in values:
-            numbers = {f"{event}/{n}": v for n, v in values.items() if isinstance(v, (int, float))}
-            self.board.log({**numbers, "consumed_tokens": values["consumed_tokens"]})
-
-    def size(self) -> int:
-        """Sync the log to disk and return its length in bytes."""
-        if self.file is None:
-            return 0
-        os.fsync(self.file.fileno())
-        return self.file.tell()
-
-
-def read_log(folder: Path) -> Iterator[dict]:
-    """Yield the lines of a run's log; a damaged line, left by a kill, has the event "torn"."""
-    file = folder / "log.jsonl"
-    if not file.exists():
-        return
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        for text in lines:
-            try:
-                line = json.loads(text)
-            except ValueError:
-                line = None
-            yield line if isinstance(line, dict) and "event" in line else {"event": "torn"}
 
 
 # ---- the run
 
 
 class Run:
-    """An open run: its folder, its log, its checkpoints, and its progress.
+    """A run: its progress, its folder, log and checkpoints. It writes nothing before `open_folder`.
 
     Args: size    of the model
           store   the store's description: train_tokens, sha256, tokenizer_fingerprint
@@ -246,75 +126,71 @@ class Run:
     ):
         self.settings, self.runtime, self.size = settings, runtime, size
         self.store, self.started = store, started
-        self.folder = started.folder if started else None
-        self.id = started.id if started else secrets.token_hex(8)
+        self.id = started.id if started else runtime.on_rank0(lambda: secrets.token_hex(8))
+        self.folder = started.folder if started else None  # None until `open_folder` makes it
+        self.lock = ExitStack()  # on the folder, once it exists
+        self.log = Log()
+        self.log_size = 0  # bytes of the log that remain when it is opened
         self.clock = Clock()
         self.best, self.best_step = math.inf, 0  # lowest held-out bits per byte, and its step
         self.evaluation_due = False  # whether an evaluation at this clock is still to be made
         self.resumed_from: Path | None = None
         self.saved_path: Path | None = None  # the last checkpoint
-        self.said_at = time.monotonic()
-        self.log: Log | None = None
-        self.log_size: int | None = None  # when resuming, the bytes of the log to keep
-        self.lock = ExitStack()  # on the folder, once it exists
+        self.printed_at = time.monotonic()
 
     def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.log and self.log.file:
+        if self.log.file:
             self.log.file.close()
         self.lock.close()
 
     # ---- start or resume
 
-    def restore(self, shards: dict[str, Tensor]) -> dict | None:
-        """Read the checkpoint that --resume names; restore clock, best result and log length.
+    def restore(self) -> dict | None:
+        """Read the checkpoint that --resume names; continue at its clock.
 
-        Args:    shards of a sharded model, see checkpoint.load
-        Returns: that checkpoint; None if none was ever written, so that the run starts over
-        Raises:  ValueError if the checkpoints are missing or belong to another run, or if the store
-                 is a different one
+        Returns: the checkpoint; None if none was ever written, so that the run starts over
         """
-        folder, runtime = self.folder, self.runtime
-
-        def chosen() -> Path | None:
-            if not self.settings.run.dry_run:  # no other process may write until this run ends
-                self.lock.enter_context(folder_lock(folder, wait=False))
-            if self.started.sha256 != self.store["sha256"]:
-                raise ValueError(
-                    f"--data: the run in {folder} was started with another store, or with other"
-                    " weights in its mixture: name the original (it may have moved), or start a new"
-                    " run with another --out"
-                )
-            if checkpoint.steps_in(folder):
-                return checkpoint.find(folder, self.settings.run.resume)
-            if any(line["event"] == "checkpoint" for line in read_log(folder)):
-                raise ValueError(
-                    f"--resume: the checkpoints of {folder} are gone: put one back, or start a new"
-                    " run with another --out"
-                )
-            return None
-
-        path = runtime.on_rank0(chosen)
+        runtime = self.runtime
+        runtime.check_same({"the run in --out": self.id})
+        path = runtime.on_rank0(self.find_checkpoint)
         if path is None:
-            self.log_size = 0
-            runtime.say(f"{folder} was stopped before its first checkpoint: starting over")
+            runtime.say(f"{self.folder} was stopped before its first checkpoint: starting over")
             return None
-        state = checkpoint.load(path, runtime, shards)
+        state = checkpoint.load(path, runtime, sharded=self.settings.run.fsdp)
         if state["run"] != self.id:
-            raise ValueError(f"{path} belongs to another run: put back the one of {folder}")
-        self.clock = Clock.of(state["clock"])
-        self.check_budget()
+            raise ValueError(f"{path} belongs to another run: put back the one of {self.folder}")
+        self.clock, self.log_size = Clock.of(state["clock"]), state["log_size"]
         self.best, self.best_step = state["best"], state["best_step"]
-        self.log_size, self.evaluation_due = state["log_size"], state["evaluation_due"]
+        self.evaluation_due = state["evaluation_due"]
         self.resumed_from = self.saved_path = path
+        self.check_budget()
         now = made_by(runtime) | {"commit": commit()}
         for name, before in (state["made_by"] | {"commit": state["commit"]}).items():
             if now.get(name, before) != before:
                 effect = "losses may differ from those of an uninterrupted run"
                 runtime.say(f"{name} was {before} and is now {now[name]}: {effect}")
         return state
+
+    def find_checkpoint(self) -> Path | None:
+        """On rank 0, lock the folder and choose a checkpoint; None if none was ever written."""
+        if not self.settings.run.dry_run:  # no other process may write until this run ends
+            self.lock.enter_context(folder_lock(self.folder, wait=False))
+        # A folder that somebody else made may hold a link to any of the user's files.
+        if (log := self.folder / "log.jsonl").is_symlink():
+            raise ValueError(f"{log} is a link: replace it with the file")
+        if self.started.sha256 != self.store["sha256"]:
+            raise ValueError(
+                f"--data: {self.folder} was started with another store, or with other weights in a"
+                " mixture"
+            )
+        if checkpoint.steps_in(self.folder):
+            return checkpoint.find(self.folder, self.settings.run.resume)
+        if any(line["event"] == "checkpoint" for line in read_log(self.folder)):
+            raise ValueError(f"--resume: the checkpoints of {self.folder} are gone: put one back")
+        return None
 
     @property
     def is_extended(self) -> bool:
@@ -324,83 +200,68 @@ class Run:
 
     def check_budget(self) -> None:
         """Refuse a larger --tokens if the learning rates used so far would have been different."""
-        if not self.is_extended:
-            return
         optim, layers = self.settings.optim, self.settings.model.layers
         before = replace(optim, tokens=self.started.config["optim.tokens"])
-        if self.is_finished:
-            why = f"{self.clock.consumed_tokens} are already consumed: give more"
-        elif optim.min_lr == 1:  # a constant rate
-            return
-        elif optim.schedule != "wsd":
-            why = f"--schedule {optim.schedule} already decays towards {before.tokens} tokens"
-        elif lr_clock(optim.lr_clock, layers, self.clock) > decay_start(before):
-            why = f"at step {self.clock.step} the learning rate is already decaying"
-        else:
-            return
-        raise ValueError(
-            f"--tokens {optim.tokens}: {why}; a run can be extended before the decay of --schedule"
-            " wsd begins, or with --min-lr 1"
-        )
+        consumed = lr_clock(optim.lr_clock, layers, self.clock)
+        decays = optim.schedule != "wsd" or consumed > decay_start(before)
+        if self.is_extended and decays and optim.min_lr < 1:
+            raise ValueError(
+                f"--tokens {optim.tokens} at step {self.clock.step}: a run can be extended before"
+                " the decay of --schedule wsd begins, or with --min-lr 1"
+            )
 
     def is_complete(self) -> bool:
         """Whether the budget is consumed and everything after the last step is done too."""
         ended = (line["event"] == "finished" for line in read_log(self.folder))
         return self.is_finished and any(ended)
 
-    def open(self, **about: object) -> None:
-        """Make the folder and its log, or reopen them.
-
-        Args: about more for the "run" line of the log, besides settings and provenance
-        """
-        self.runtime.on_rank0(self.prepare_folder)
-        self.folder, self.id = self.runtime.on_rank0(lambda: (self.folder, self.id))
-        if self.settings.run.fsdp:
-            self.check_shared()
-        is_rank0, flat = self.runtime.is_rank0, flattened(self.settings)
-        self.log = Log(self.folder, is_rank0, self.log_size)
-        if self.settings.run.wandb and is_rank0:
-            self.log.open_wandb(self.folder, self.id, flat)
+    def open_folder(self, **about: object) -> None:
+        """Make the folder, or continue in the existing one; log `about` in the "run" line."""
+        runtime = self.runtime
+        if self.started is None:
+            self.folder = runtime.on_rank0(self.make_folder)
+        else:
+            runtime.on_rank0(self.set_aside_later_checkpoints)
+        if self.started is None or self.is_extended:
+            runtime.on_each_machine(self.write_config)
+        runtime.on_rank0(self.open_log)
         self.log.write("run", **self.about(), resumed_at=self.clock.step, **about)
         if self.resumed_from:
             self.log_checkpoint()  # its line was cut: it was written after the size was saved
 
-    def prepare_folder(self) -> None:
-        """On rank 0, make a new folder with its config.json, or get the existing one ready."""
-        s = self.settings
-        if self.folder is None:
-            self.folder = new_folder(s.run.out, f"runs/{s.model.model}-{s.model.size}")
-            self.lock.enter_context(folder_lock(self.folder, wait=False))
-            about = {"id": self.id, "config": flattened(s), "model_size": self.size._asdict()}
-            write_config(self.folder, {**about, "store": self.store["sha256"], **provenance()})
-            return
-        # A folder that somebody else made may hold a link to any of the user's files.
-        if (log := self.folder / "log.jsonl").is_symlink():
-            raise ValueError(f"{log} is a link: replace it with the file, links are not written to")
-        if self.is_extended:  # `schedule_tokens` stays, because techniques follow the first budget
-            about = json.loads((self.folder / "config.json").read_text())
-            about["config"]["optim.tokens"] = s.optim.tokens
-            write_config(self.folder, about)
-        for path in checkpoint.steps_in(self.folder) if self.resumed_from else ():
-            # The run now continues from an earlier step: these must not be its `last` any more.
-            if path.stem > self.resumed_from.stem:
+    def make_folder(self) -> Path:
+        run, model = self.settings.run, self.settings.model
+        folder = new_folder(run.out, f"runs/{model.model}-{model.size}")
+        self.lock.enter_context(folder_lock(folder, wait=False))
+        return folder
+
+    def set_aside_later_checkpoints(self) -> None:
+        """Rename those later than the one to continue from: `last` must not find them any more."""
+        for path in checkpoint.steps_in(self.folder):
+            if self.resumed_from and path.stem > self.resumed_from.stem:
                 target = path.rename(path.with_name(f"abandoned-{path.name}"))
                 self.runtime.say(f"{path} is from a later step: renamed to {target.name}")
 
-    def check_shared(self) -> None:
-        """Refuse a folder that some rank cannot see: with --fsdp every rank writes into it."""
-        try:
-            seen = started_with(self.folder).id == self.id
-        except ValueError:
-            seen = False
-        absent = [str(rank) for rank, sees in enumerate(self.runtime.gather(seen)) if not sees]
-        if absent:
-            if self.started is None and self.runtime.is_rank0:
-                shutil.rmtree(self.folder)
-            raise ValueError(
-                f"--fsdp: rank {', '.join(absent)} does not see rank 0's {self.folder}, but every"
-                " rank saves its part there: put --out on a disk that all machines share"
-            )
+    def write_config(self) -> None:
+        """Write config.json on this machine; ValueError if another run has this folder here."""
+        file, config = self.folder / "config.json", flattened(self.settings)
+        if self.started:
+            # Other settings that are given now hold for this start only. `schedule_tokens` stays,
+            # because techniques follow the first budget.
+            config = self.started.config | {"optim.tokens": config["optim.tokens"]}
+        if file.exists() and started_with(self.folder).id != self.id:
+            raise ValueError(f"--out {self.folder} holds another run on {platform.node()}")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        about = self.about() | {"id": self.id, "config": config, "store": self.store["sha256"]}
+        with atomic_write(file) as out:
+            out.write(json.dumps(about, indent=2).encode())
+
+    def open_log(self) -> None:
+        board = None
+        if self.settings.run.wandb:
+            board = open_wandb(self.folder, self.id, flattened(self.settings))
+        self.log = Log((self.folder / "log.jsonl").open("a+b"), board)
+        self.log.cut(self.log_size)
 
     # ---- progress
 
@@ -414,7 +275,7 @@ class Run:
         before, self.clock = self.clock, after
         self.evaluation_due = due(self.settings.run.eval_every, before, after, self.is_finished)
 
-    def evaluated(self, bits_per_byte: float) -> bool:
+    def record_evaluation(self, bits_per_byte: float) -> bool:
         """Record the result of the evaluation that was due; return whether it is the best."""
         self.evaluation_due = False
         is_best = bits_per_byte < self.best  # NaN is never the best
@@ -449,9 +310,8 @@ class Run:
     ) -> None:
         """Log the step from the clock `before` to now, and advance the bar.
 
-        Args: columns   more columns of the log line; report.py draws some of them
-              ms        the step's milliseconds, including `waited_ms`
-              waited_ms milliseconds that it waited for its batch
+        Args: columns more columns of the log line; report.py draws some of them
+              ms      of the whole step, including `waited_ms` that it waited for its batch
         """
         now = self.clock
         epochs = now.real_tokens / self.store["train_tokens"]
@@ -472,8 +332,8 @@ class Run:
         bar.set_postfix_str(shown, refresh=False)
         # The last step may overshoot the budget, and a bar beyond its total shows no time left.
         bar.update(min(now.consumed_tokens, bar.total) - before.consumed_tokens)
-        if bar.disable and time.monotonic() > self.said_at + LINE_SECONDS:
-            self.said_at = time.monotonic()
+        if bar.disable and time.monotonic() > self.printed_at + LINE_SECONDS:
+            self.printed_at = time.monotonic()
             done = f"{short(now.consumed_tokens)} of {short(bar.total)} tokens"
             self.runtime.say(f"step {now.step:,}: {done}, {shown}")
 
@@ -492,7 +352,7 @@ class Run:
     # ---- checkpoints
 
     def save(self, state: dict, named: dict[str, Tensor]) -> None:
-        """Save a checkpoint.
+        """Save a checkpoint: what `assemble` and `restore` need, and what made it.
 
         Args:   state of model and optimizers, from `Trainer.state`
                 named the parameters, which must be the same on all ranks
@@ -510,12 +370,116 @@ class Run:
             "tokenizer_fingerprint": self.store["tokenizer_fingerprint"],
             **self.about(),
         }
-        run = self.settings.run
-        path = checkpoint.step_path(self.folder, self.clock.step, sharded=run.fsdp)
-        checkpoint.save(path, state, self.runtime, sharded=run.fsdp, keep=run.keep)
+        path = checkpoint.step_path(self.folder, self.clock.step)
+        checkpoint.save(path, state, self.runtime, keep=self.settings.run.keep)
         self.saved_path = path
         self.log_checkpoint()
 
     def log_checkpoint(self) -> None:
         clock = self.clock.as_dict()
         self.log.write("checkpoint", step=clock["step"], file=self.saved_path.name, clock=clock)
+
+
+# ---- its folder
+
+
+def new_folder(out: str | None, stem: str) -> Path:
+    """Make the folder `out`, or without one the first of stem-1, stem-2, ... that is free."""
+    if out is None:
+        for number in itertools.count(1):
+            folder = Path(f"{stem}-{number}")
+            with suppress(FileExistsError):
+                folder.mkdir(parents=True)
+                return folder
+    folder = Path(out)
+    # Hidden names do not count: a run killed while it started may have left one.
+    if folder.exists() and (not folder.is_dir() or any(folder.glob("[!.]*"))):
+        raise ValueError(f"--out {folder} is not an empty folder: name a new one, or add --resume")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def provenance() -> dict[str, str]:
+    """Return what produced a result: command, commit, versions, machine."""
+    return {
+        "argv": " ".join(sys.argv),
+        "commit": commit(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "threads": str(torch.get_num_threads()),
+        "machine": f"{platform.system()} {platform.machine()}",
+    }
+
+
+@cache
+def commit() -> str:
+    """Ask git for the commit of this code, once: a later commit is not the code that is running."""
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        described = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    except OSError:  # git is not installed
+        described = ""
+    return described or "none"
+
+
+# ---- log.jsonl
+
+
+class Log:
+    """log.jsonl: one JSON object per line. --wandb gets its numbers too.
+
+    Args: file  opened to append; None writes nothing, as on all ranks but rank 0
+          board a run of Weights & Biases, or None
+    """
+
+    def __init__(self, file: BinaryIO | None = None, board: Any = None):
+        self.file, self.board = file, board
+
+    def write(self, event: str, **values: object) -> None:
+        if self.file is None:
+            return
+        self.file.write(json.dumps({"event": event, **values}).encode() + b"\n")
+        self.file.flush()
+        if self.board and "consumed_tokens" in values:
+            numbers = {f"{event}/{n}": v for n, v in values.items() if isinstance(v, (int, float))}
+            self.board.log({**numbers, "consumed_tokens": values["consumed_tokens"]})
+
+    def cut(self, size: int) -> None:
+        """Keep at most the first `size` bytes."""
+        self.file.truncate(min(size, self.file.tell()))
+
+    def size(self) -> int:
+        """Sync the log to disk and return its length in bytes."""
+        if self.file is None:
+            return 0
+        os.fsync(self.file.fileno())
+        return self.file.tell()
+
+
+def open_wandb(folder: Path, run_id: str, settings: Flat) -> Any:
+    import wandb
+
+    board = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "parsimony"),
+        id=run_id,
+        name=folder.name,
+        dir=str(folder),
+        config=settings,
+        resume="allow",
+    )
+    board.define_metric("*", step_metric="consumed_tokens")
+    return board
+
+
+def read_log(folder: Path) -> Iterator[dict]:
+    """Yield the lines of a run's log; a damaged line, left by a kill, has the event "torn"."""
+    file = folder / "log.jsonl"
+    if not file.exists():
+        return
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for text in lines:
+            try:
+                line = json.loads(text)
+            except ValueError:
+                line = None
+            yield line if isinstance(line, dict) and "event" in line else {"event": "torn"}

@@ -1,8 +1,14 @@
 """The ranks of a run, and the device and dtype that they compute in: from one CPU to many GPUs.
 
-This file knows no technique and no data. Elsewhere only copies, kernels and the micro-batch size
-depend on the device. Without --fsdp, ranks never compare their weights: if a gradient is not summed
-over ranks, the weights drift apart silently. `check_agreement` notices.
+    runtime = start("auto", "auto")      # choose a device and join the other ranks, if any
+    runtime.on_rank0(folder.mkdir)       # the others wait; an error reaches all of them
+    loss = runtime.reduce(loss)          # the sum over ranks
+
+Elsewhere only copies, kernels and the micro-batch size depend on the device. Sharding (--fsdp) is
+in fsdp.py. Without it, torch does not notice if a gradient is not summed over ranks and their
+weights drift apart; `check_agreement` does.
+
+In reading order: how a process starts, what ranks do together, whether they agree.
 """
 
 import math
@@ -24,10 +30,112 @@ from support.process import MISTAKES, host_free, keep_freed_memory, one_line
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # How long ranks wait for one that does not answer. A killed rank is noticed immediately. The
-# longest healthy wait is for rank 0 to write a checkpoint: 20 GB (1.3B with AdamW) at 100 MB/s take
-# 200 s.
+# longest healthy wait is for rank 0 to write a checkpoint: 16 GB (1.3B with AdamW) at 100 MB/s take
+# 160 s.
 TIMEOUT = timedelta(minutes=5)
 Value = TypeVar("Value")
+
+
+# ---- how a process starts
+
+
+def start(device: str, dtype: str, timeout: timedelta | None = None) -> "Runtime":
+    """Choose device and dtype, and join the other ranks, if torchrun started any.
+
+    Args:   timeout how long ranks wait for each other (default: TIMEOUT)
+    Raises: ValueError naming --device if this machine has no such device
+    """
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    chosen = choose_device(device)
+    kind = chosen.type
+    if kind == "cuda":
+        torch.cuda.set_device(chosen)
+        torch.set_float32_matmul_precision("high")  # TF32 for fp32 matrix products
+    if kind == "cpu":
+        keep_freed_memory()
+    if dtype == "auto":
+        # GPUs older than Ampere only emulate bf16.
+        has_bf16 = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        dtype = "bf16" if has_bf16 else "fp32"
+    if world_size > 1 and not dist.is_initialized():
+        join_ranks(rank, world_size, chosen, timeout or TIMEOUT)
+    asked = "auto" if device == "auto" else "as asked"
+    ranks = f"{world_size} processes" if world_size > 1 else "one process"
+    why = f"{kind} ({asked}), {dtype}, {ranks}, {torch.get_num_threads()} threads"
+    if kind == "cuda":
+        missing = why_not(kind)
+        why += f"; no Triton kernels: {missing}" if missing else "; Triton kernels"
+    return Runtime(
+        rank=rank,
+        world_size=world_size,
+        device=chosen,
+        dtype=DTYPES[dtype],
+        why=why,
+        device_free=device_free(chosen),
+        host_free=host_free(),
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """Return this rank's device; auto takes a GPU if there is one."""
+    is_here = {"cuda": torch.cuda.is_available(), "mps": torch.mps.is_available(), "cpu": True}
+    found = [kind for kind in is_here if is_here[kind]]
+    kind = found[0] if name == "auto" else name
+    if kind not in found:
+        raise ValueError(f"--device {name}: torch finds only {', '.join(found)} here")
+    return torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)) if kind == "cuda" else None)
+
+
+def join_ranks(rank: int, world_size: int, device: torch.device, timeout: timedelta) -> None:
+    # torchrun keeps this store when it restarts ranks, with the addresses of the dead ones, so
+    # every attempt gets a prefix.
+    store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(
+        store=dist.PrefixStore(f"attempt {attempt}", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        **group_of(device),
+    )
+
+
+def group_of(device: torch.device) -> dict[str, str | torch.device]:
+    """Return the arguments of init_process_group: with GPUs, gloo serves tensors on the host.
+
+    NCCL connects at once if it is told this rank's GPU, and a barrier need not guess the device.
+    """
+    if device.type == "cuda":
+        return {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+    return {"backend": "gloo"}
+
+
+def device_free(device: torch.device) -> int | None:
+    """Return the bytes of memory available on the device; None if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return host_free() if device.type == "cpu" else None
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Move a host tensor to a device; do not wait until a GPU has received it."""
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    # A GPU reads page-locked memory by itself. Any other memory the driver copies first, and only
+    # after the GPU has finished all its queued work.
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def made_by(runtime: "Runtime") -> dict[str, str]:
+    """Return what the last bits of a result depend on, besides settings and data."""
+    dtype = str(runtime.dtype).removeprefix("torch.")
+    about = {"torch": str(torch.__version__), "device": runtime.device.type, "dtype": dtype}
+    if runtime.device.type == "cuda":
+        return about | {"device": torch.cuda.get_device_name(runtime.device)}
+    return about | {"threads": str(torch.get_num_threads())}
+
+
+# ---- what ranks do together
 
 
 @dataclass(frozen=True)
@@ -51,7 +159,7 @@ class Runtime:
         mixed = self.dtype != torch.float32
         return torch.autocast(self.device.type, self.dtype if mixed else None, enabled=mixed)
 
-    def reduce(self, values: torch.Tensor) -> torch.Tensor:
+    def reduce(self, values: Tensor) -> Tensor:
         """Sum over ranks. One rank keeps its values in place: not every device has float64."""
         if self.world_size == 1:
             return values
@@ -87,39 +195,34 @@ class Runtime:
 
     def on_rank0(self, action: Callable[[], Value]) -> Value:
         """Run `action` on rank 0 only. Every rank gets its result, or its error as a ValueError."""
-        outcome = [outcome_of(action) if self.is_rank0 else None]
+        results = [result_of(action) if self.is_rank0 else None]
         if self.world_size > 1:
-            dist.broadcast_object_list(outcome)
-        if isinstance(outcome[0], ValueError):
-            raise outcome[0]
-        return outcome[0]
+            dist.broadcast_object_list(results)
+        if isinstance(results[0], ValueError):
+            raise results[0]
+        return results[0]
 
-    def together(self, action: Callable[[], Value]) -> Value:
+    def on_all_ranks(self, action: Callable[[], Value]) -> Value:
         """Run `action` on every rank; if it fails on any, every rank raises that ValueError."""
-        mine = outcome_of(action)
-        for outcome in self.gather(mine if isinstance(mine, ValueError) else None):
-            if outcome:
-                raise outcome
-        return mine
+        result = result_of(action)
+        for error in self.gather(result if isinstance(result, ValueError) else None):
+            if error:
+                raise error
+        return result
 
     def on_each_machine(self, action: Callable[[], None]) -> None:
-        """Run `action` on one rank of each machine; errors reach every rank, as in `together`."""
+        """Run `action` on one rank of each machine; if it fails on any, every rank raises."""
         is_first_here = int(os.environ.get("LOCAL_RANK", 0)) == 0
-        self.together(action if is_first_here else lambda: None)
+        self.on_all_ranks(action if is_first_here else lambda: None)
 
     def check_same(self, values: dict[str, object]) -> None:
-        """Refuse to start if ranks have different values; the ValueError names one and its rank.
-
-        Cost: one message from every rank to every other, before the first step
-        """
+        """Refuse to start if ranks have different values; the ValueError names one and its rank."""
         every = self.gather(values)
         for name, value in every[0].items():
             for rank, others in enumerate(every):
                 if others.get(name) != value:
-                    raise ValueError(
-                        f"ranks differ in {name}: rank 0 has {value}, rank {rank} has"
-                        f" {others.get(name)}: start all with the same command, code and files"
-                    )
+                    differ = f"rank 0 has {value}, rank {rank} has {others.get(name)}"
+                    raise ValueError(f"ranks differ in {name}: {differ}")
 
     def say(self, line: str) -> None:
         if self.is_rank0:
@@ -127,7 +230,7 @@ class Runtime:
             sys.stdout.flush()
 
 
-def outcome_of(action: Callable[[], Value]) -> Value | ValueError:
+def result_of(action: Callable[[], Value]) -> Value | ValueError:
     """Run an action; return its result, or the user's mistake as an error to send to all ranks."""
     try:
         return action()
@@ -135,85 +238,9 @@ def outcome_of(action: Callable[[], Value]) -> Value | ValueError:
         return ValueError(one_line(error))
 
 
-def start(device: str, dtype: str, timeout: timedelta | None = None) -> Runtime:
-    """Join the other ranks, if torchrun started any, and choose device and dtype.
-
-    Args:   timeout how long ranks wait for each other (default: TIMEOUT)
-    Raises: ValueError naming --device if this machine has no such device
-    """
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    rank = int(os.environ.get("RANK", 0))
-    is_there = {"cuda": torch.cuda.is_available(), "mps": torch.mps.is_available(), "cpu": True}
-    found = [name for name, is_here in is_there.items() if is_here]
-    kind = found[0] if device == "auto" else device
-    if kind not in found:
-        raise ValueError(f"--device {device}: torch finds only {', '.join(found)} here: try auto")
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    chosen = torch.device(kind, local_rank if kind == "cuda" else None)
-    if kind == "cuda":
-        torch.cuda.set_device(chosen)
-        torch.set_float32_matmul_precision("high")  # TF32 for fp32 matrix products
-    if kind == "cpu":
-        keep_freed_memory()
-    if dtype == "auto" and kind == "cuda":
-        # GPUs older than Ampere only emulate bf16.
-        dtype = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    dtype = "fp32" if dtype == "auto" else dtype
-    if world_size > 1 and not dist.is_initialized():
-        # torchrun keeps this store when it restarts ranks, with the addresses of the dead ones, so
-        # every attempt gets a prefix.
-        store = next(dist.rendezvous("env://", timeout=TIMEOUT))[0]
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        dist.init_process_group(
-            store=dist.PrefixStore(f"attempt {attempt}", store),
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout or TIMEOUT,
-            **group_of(chosen),
-        )
-    asked = "auto" if device == "auto" else "as asked"
-    ranks = f"{world_size} processes" if world_size > 1 else "one process"
-    why = f"{kind} ({asked}), {dtype}, {ranks}, {torch.get_num_threads()} threads"
-    if kind == "cuda":
-        missing = why_not(kind)
-        why += f"; no Triton kernels: {missing}" if missing else "; Triton kernels"
-    return Runtime(
-        rank=rank,
-        world_size=world_size,
-        device=chosen,
-        dtype=DTYPES[dtype],
-        why=why,
-        device_free=device_free(chosen),
-        host_free=host_free(),
-    )
-
-
-def made_by(runtime: Runtime) -> dict[str, str]:
-    """Return what the last bits of a result depend on, besides settings and data."""
-    device = runtime.device
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    threads = {} if device.type == "cuda" else {"threads": str(torch.get_num_threads())}
-    dtype = str(runtime.dtype).removeprefix("torch.")
-    return {"torch": str(torch.__version__), "device": kind, "dtype": dtype, **threads}
-
-
-def group_of(device: torch.device) -> dict[str, str | torch.device]:
-    """Return the arguments of init_process_group for ranks on such devices.
-
-    With GPUs, gloo still reduces tensors in host memory. Because NCCL is told this rank's GPU, it
-    connects right away, and a barrier does not have to guess the device.
-    """
-    if device.type == "cuda":
-        return {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
-    return {"backend": "gloo"}
-
-
 @contextmanager
 def naming_step(step: Callable[[], int]) -> Iterator[None]:
-    """When torch reports that another rank is gone, print the current step and end this process.
-
-    Every remaining rank prints it, because rank 0 may be the one that is gone.
-    """
+    """When torch reports that another rank is gone, print the current step and end this process."""
     try:
         yield
     except RuntimeError as error:
@@ -221,51 +248,27 @@ def naming_step(step: Callable[[], int]) -> Iterator[None]:
             raise
         line = f"rank {dist.get_rank()} lost another rank after step {step()}: it has ended or has"
         line += f" not answered for {TIMEOUT.seconds} s: find out why, then --resume"
+        # Every remaining rank prints it, because rank 0 may be the one that is gone.
         tqdm.write(f"error: {line}", file=sys.stderr)
         os._exit(1)  # as in `exit_cleanly`
 
 
-def device_free(device: torch.device) -> int | None:
-    """Return the bytes of memory available on the device; None if unknown."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return host_free() if device.type == "cpu" else None
-
-
-def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Move a host tensor to a device; do not wait until a GPU has received it.
-
-    A GPU reads page-locked memory by itself. Any other memory the driver copies first, and only
-    after the GPU has finished all its queued work.
-    """
-    if device.type != "cuda" or tensor.device.type != "cpu":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
-# ---- do ranks agree
+# ---- whether ranks agree
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 def check_agreement(runtime: Runtime, named: dict[str, Tensor]) -> None:
-    """Raise ValueError on every rank unless all hold the same bits; name up to three tensors.
+    """Refuse to continue if ranks hold different bits of a tensor.
 
     Sharded tensors are skipped, because no two ranks hold the same rows.
-
-    Cost: one pass over the tensors, and one reduction of two numbers per tensor
     """
-    named = {name: tensor for name, tensor in named.items() if not hasattr(tensor, "to_local")}
-    if runtime.world_size == 1 or not named:
-        return
-    # Some tensors may be on the host, but ranks may be able to reduce only on their devices.
-    sums = torch.stack([sum_of_bits(t).to(runtime.device) for t in named.values()])  # (n,)
-    most = torch.stack([sums, -sums])
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    agree = (most[0] == -most[1]).tolist()
-    if differ := [name for name, same in zip(named, agree, strict=True) if not same]:
-        more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
-        raise ValueError(f"weights differ between ranks: {', '.join(differ[:3])}{more}")
+    whole = {name: tensor for name, tensor in named.items() if not hasattr(tensor, "to_local")}
+    if runtime.world_size > 1 and whole:
+        # Some tensors may be on the host: stacked on the device, all are read at once.
+        sums = torch.stack([sum_of_bits(tensor).to(runtime.device) for tensor in whole.values()])
+        names = (f"the bits of {name}" for name in whole)
+        runtime.check_same(dict(zip(names, sums.tolist(), strict=True)))
 
 
 def sum_of_bits(tensor: Tensor) -> Tensor:
@@ -279,5 +282,5 @@ def refuse_step(runtime: Runtime, step: int, quantity: str, value: float) -> NoR
     ranks = [str(rank) for rank, seen in enumerate(values) if not math.isfinite(seen)]
     raise ValueError(
         f"the {quantity} is not finite at step {step} on rank {', '.join(ranks)}: the weights were"
-        " not updated; start a new run with a lower --lr, perhaps from this one's weights (--init)"
+        " not updated; start a new run with a lower --lr"
     )

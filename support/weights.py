@@ -180,7 +180,7 @@ def checkpoint_info(path: str | Path) -> CheckpointInfo | None:
     Raises: ValueError for a folder without a checkpoint
     """
     path = Path(path)
-    if path.is_dir() and not (path / checkpoint.REST).exists():
+    if path.is_dir():
         path = checkpoint.find(path, "last")
     try:
         state = checkpoint.outline(path)

@@ -194,6 +194,15 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
+def same(a: object, b: object) -> bool:
+    """Whether two checkpoints have the same entries and, bit for bit, the same tensors."""
+    if isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in b)
+    if isinstance(b, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return a == b
+
+
 def first_steps(plan: Callable, count: int) -> list:
     """Plan the first `count` steps of a run."""
     steps, clock = [], Clock()

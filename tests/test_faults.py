@@ -203,10 +203,31 @@ def test_ranks_with_different_flags_are_refused_before_the_first_step(place, mac
     assert not any((machine / "run").exists() for machine in machines)
 
 
-def test_machines_without_a_shared_folder_or_with_different_text_are_refused(place, machines):
-    by_rank = messages_of_two_machines(place, [f"{BEGIN} --fsdp"])
-    assert all("rank 1 does not see rank 0's run" in said for (said,) in by_rank)
-    assert not any((machine / "run").exists() for machine in machines)
+def stop_and_resume(argv: list[str]) -> int:
+    """Train on a machine of the rank's own, until a signal after step 6; then resume."""
+    os.environ["LOCAL_RANK"] = "0"
+    os.chdir(Path.cwd() / f"machine-{os.environ['RANK']}")
+    with at_step(6, partial(os.kill, os.getpid(), signal.SIGTERM)):
+        assert train.main(argv) == 128 + signal.SIGTERM
+    return train.main(argv)
+
+
+@pytest.mark.parametrize("more", ["", "--fsdp"])
+def test_machines_without_a_shared_folder_resume(place, machines, more):
+    """Only rank 0 has checkpoints; the other machine has a copy of config.json."""
+    start_ranks(2, f"{BEGIN} --out whole {more}".split())
+    start_ranks(2, f"{BEGIN} --resume auto {more}".split(), work=stop_and_resume)
+    assert losses_of(machines[0] / "run") == pytest.approx(losses_of("whole"), abs=1e-5)
+    assert len(read_log(machines[0] / "run", "run")) == 2
+    assert os.listdir(machines[1] / "run") == ["config.json"]
+
+
+def test_machines_with_different_text_or_another_run_in_the_folder_are_refused(place, machines):
+    train.main(f"{BEGIN} --out {machines[1]}/run".split())
+    for new, resumed in messages_of_two_machines(place, [BEGIN, "--resume --out run"]):
+        assert "run holds another run" in new and "ranks differ in the run in --out" in resumed
+    for machine in machines:
+        shutil.rmtree(machine / "run")
     shutil.rmtree(machines[1] / "store")
     Path("words.txt").write_text("other words " * 9000)
     prepare.main(f"words.txt --out {machines[1]}/store --tokenizer bytes".split())

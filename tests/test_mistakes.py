@@ -30,7 +30,7 @@ CASES = {  # command -> part of its message
     f"{TRAIN} --data S --offload --offload-budget 1KB": "--offload-budget",
     f"{TRAIN} --model bert --tokenizer gpt2": "gpt2",
     # the machine
-    f"{TRAIN} --device cuda": "--device cuda: torch finds only cpu here: try auto",
+    f"{TRAIN} --device cuda": "--device cuda: torch finds only cpu here",
     # files
     f"{TRAIN} --data nowhere": "nowhere: not a token store: make one with prepare.py",
     f"{TRAIN} --data words.txt": "words.txt: not a token store",
@@ -39,9 +39,9 @@ CASES = {  # command -> part of its message
     f"{TRAIN} --init words.txt": "words.txt",
     f"{TRAIN} --init R --layers 3": "is a model with --layers 4, not --layers 3",
     # runs
-    f"train {SMALL} --data S --out R": "--out R already holds a run: name another, or add --resume",
-    f"train {SMALL} --data S --out full": "--out full exists and is not an empty folder",
-    "train --resume": "--resume: there is no run in runs/; name a run's folder with --out",
+    f"train {SMALL} --data S --out R": "--out R is not an empty folder: name a new one",
+    f"train {SMALL} --data S --out full": "--out full is not an empty folder",
+    "train --resume": "--resume: runs/ holds no run; name one with --out",
     "train --resume --out full": "--resume: full holds no run",
     "train --resume --out R --lr 0.5": "--lr 0.5 differs from --lr",
     "train --resume --out R --tokens 9": "--tokens 9 is less than the 512 tokens of the run in R",

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import platform
-import re
 import resource
 import shutil
 import sys
@@ -27,7 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import ALL_ON, SMALL, contents, losses_of, read_log, refusal, start_ranks
+from conftest import ALL_ON, SMALL, contents, losses_of, read_log, refusal, same, start_ranks
 from small_batches import LLAMA, batch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -44,7 +43,7 @@ from ltd import drop_tokens
 from model import Batch, Transformer, TransformerConfig, run_plain, run_recomputed
 from support import checkpoint, fsdp, process
 from support import runtime as runtimes
-from support.fsdp import rows_here
+from support.fsdp import local_rows
 from support.optim import Optimizers
 from support.process import exit_cleanly
 from support.runtime import Runtime, start
@@ -176,13 +175,6 @@ def test_misspelled_flags_get_a_suggestion():
     for line, meant in (("--curiculum x", "--curriculum"), ("--curriculum 124m", "124M")):
         assert f"did you mean {meant}" in refusal(parser.parse_args, line.split())
     assert "see --help" in refusal(parser.parse_args, ["--loudness"])
-
-
-def test_the_launcher_is_python_or_torchrun(monkeypatch):
-    assert process.launcher() == "python"
-    for name, number in {"RUN_ID": "x", "GROUP": "1", "LOCAL": "4"}.items():
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID" if number == "x" else f"{name}_WORLD_SIZE", number)
-    assert process.launcher() == "torchrun --nproc-per-node 4"
 
 
 def test_other_exceptions_keep_their_traceback():
@@ -324,7 +316,7 @@ def check_steps(runtime: Runtime, build: Callable) -> None:
     singular values of a gradient, rounding errors included.
     """
     ours, alone = (Trained(build().double(), where) for where in (runtime, checkpoint.ALONE))
-    held = sum(rows_here(p).numel() for p in ours.model.parameters())
+    held = sum(local_rows(p).numel() for p in ours.model.parameters())
     total = sum(p.numel() for p in alone.model.parameters())
     assert held / total - 1 / runtime.world_size < 0.04
     for step in range(2):
@@ -349,7 +341,7 @@ def check_nonfinite_gradients(runtime: Runtime) -> None:
     """A gradient that is not finite on one rank is noticed on every rank."""
     ours = Trained(gpt(), runtime)
     ours.gradients(0, ROWS)
-    rows = rows_here(ours.model.h[1].mlp.c_fc.weight.grad)
+    rows = local_rows(ours.model.h[1].mlp.c_fc.weight.grad)
     if runtime.rank == 1:
         rows[0, 0] = math.nan
     assert ours.optimizers.clip_gradients(1.0).isnan()
@@ -367,7 +359,7 @@ def check_drift(runtime: Runtime) -> None:
     with torch.no_grad():
         named["h.1.mlp.c_fc.weight"][0, 0] += runtime.rank
     message = refusal(runtimes.check_agreement, runtime, named)
-    assert message.endswith("differ between ranks: h.1.mlp.c_fc.weight")
+    assert message.startswith("ranks differ in the bits of h.1.mlp.c_fc.weight: rank 0")
 
 
 def check_bf16(runtime: Runtime) -> None:
@@ -420,63 +412,53 @@ def check_text_and_evaluation(runtime: Runtime, store: str) -> None:
 
 
 def check_failing_saves(runtime: Runtime, folder: Path) -> None:
-    """A save that fails on one rank fails on all, and the older checkpoint does not change."""
+    """A save or load that fails on one rank fails on all, and the older checkpoint stays."""
     ours = Trained(gpt(), runtime)
-    path = checkpoint.step_path(folder, 1, sharded=True)
-    checkpoint.save(path, ours.state(), runtime, sharded=True)
-    before = contents(folder)
-
+    path, later = checkpoint.step_path(folder, 1), checkpoint.step_path(folder, 2)
+    checkpoint.save(path, ours.state(), runtime)
+    before = contents(folder) if runtime.is_rank0 else None
     full_disk = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    later = checkpoint.step_path(folder, 2, sharded=True)
-    for rank, owner, name in ((1, torch, "save"), (0, os, "replace")):
-        with pytest.MonkeyPatch.context() as patch:
-            if runtime.rank == rank:
-                patch.setattr(owner, name, full_disk)
-            message = refusal(checkpoint.save, later, ours.state(), runtime, sharded=True, keep=1)
-            assert re.search(r"00000002: not written.*No space left", message)
-        dist.barrier()
-        assert checkpoint.steps_in(folder) == [path]
-        assert before.items() <= contents(folder).items()
-        dist.barrier()
-    # only one rank verifies a record, yet no rank loads a damaged folder
-    file = path / f"__{runtime.rank}_0.distcp"
-    intact = file.read_bytes()
-    begin = intact.index(rows_here(ours.model.wte.weight.detach()).numpy().tobytes())
-    for rank in range(runtime.world_size):
-        if rank == runtime.rank:
-            file.write_bytes(intact[:begin] + bytes([intact[begin] ^ 4]) + intact[begin + 1 :])
-        runtime.gather(None)
-        message = refusal(checkpoint.load, path, runtime, ours.model.state_dict())
-        assert f"{path} is damaged" in message
-        runtime.gather(None)
-        file.write_bytes(intact)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "save", full_disk)
+        message = refusal(checkpoint.save, later, ours.state(), runtime, keep=1)
+    assert "00000002.pt: not written" in message and "No space left" in message
     if runtime.rank == 1:
-        rows_here(ours.model.wte.weight.detach())[0] = math.nan
-    message = refusal(checkpoint.save, later, ours.state(), runtime, sharded=True)
-    assert "not finite: wte.weight" in message
+        local_rows(ours.model.wte.weight.detach())[0] = math.nan
+    message = refusal(checkpoint.save, later, ours.state(), runtime, keep=1)
+    assert message == "weight wte.weight is not finite"
+    if runtime.is_rank0:
+        assert contents(folder) == before
+        path.write_bytes(before[path.name][:-1])
+    assert f"{path} is damaged" in refusal(checkpoint.load, path, runtime, sharded=True)
 
 
 def check_resuming(runtime: Runtime, folder: Path) -> None:
-    """Two ranks make a step and save. Two ranks, three ranks and one process make two more steps
-    from that checkpoint, with the same losses.
+    """Two ranks make a step and save one file, which is bitwise what they hold. From it two ranks,
+    three ranks and one process get the same bits, and make two more steps with the same losses.
     """
     alone = Trained(gpt_with_shared_block())
     losses = [alone.step(step)[0] for step in range(3)][1:]
-    path = checkpoint.step_path(folder, 1, sharded=True)
+    path = checkpoint.step_path(folder, 1)
     if runtime.world_size == 2:
         ours = Trained(gpt_with_shared_block(), runtime)
         ours.step(0)
-        checkpoint.save(path, ours.state(), runtime, sharded=True)
-    whole = folder / f"{runtime.rank}-of-{runtime.world_size}" / "step-00000001.pt"
-    checkpoint.save(whole, checkpoint.load(path))  # a file, of which each rank loads its rows
-    for source in (path, whole):
-        ours = Trained(gpt_with_shared_block(), runtime)
-        state = checkpoint.load(source, runtime, ours.model.state_dict())
-        assert state["best"] == math.inf and state["config"]["argv"] == ["--fsdp"]
-        for tensor in state["optimizers"]["state"]["wte.weight"].values():
-            assert rows_here(tensor).shape in (rows_here(ours.model.wte.weight).shape, ())
-        check_losses(ours, state, losses)
-    check_losses(Trained(gpt_with_shared_block()), checkpoint.load(path), losses)
+        checkpoint.save(path, ours.state(), runtime)
+        assert same(checkpoint.map_tensors(ours.state(), whole), checkpoint.load(path))
+        assert os.listdir(folder) == [path.name]
+    saved = checkpoint.load(path)
+    assert saved["best"] == math.inf and saved["config"]["argv"] == ["--fsdp"]
+    # only rank 0 sees the file
+    source = path if runtime.is_rank0 else folder / "missing" / path.name
+    assert same(checkpoint.load(source, runtime), saved)
+    state = checkpoint.load(source, runtime, sharded=True)
+    assert same(checkpoint.map_tensors(state, whole), saved)
+    ours = Trained(gpt_with_shared_block(), runtime)
+    moments = state["optimizers"]["state"]["wte.weight"].values()
+    for tensor in (t for t in (*state["model"].values(), *moments) if t.ndim):
+        most = -(-len(tensor) // runtime.world_size) * tensor[0].nbytes
+        assert local_rows(tensor).untyped_storage().nbytes() <= most, "it holds more than its rows"
+    check_losses(ours, state, losses)
+    check_losses(Trained(gpt_with_shared_block()), saved, losses)
 
 
 def check_losses(trained: Trained, state: dict, losses: list[float]) -> None:
@@ -513,15 +495,16 @@ def check_all(arguments: list[str]) -> None:
         check_nonfinite_gradients(runtime)
         check_drift(runtime)
         check_bf16(runtime)
-        check_failing_saves(runtime, folder / "failing")
+        check_failing_saves(runtime, folder.with_name("failing"))
     dist.destroy_process_group()
 
 
 @pytest.mark.dist
 def test_ranks_together_compute_what_one_process_computes(tmp_path, store_dir):
     """Three ranks continue from checkpoints that two ranks have written."""
+    (tmp_path / "run").mkdir()
     for ranks in (2, 3):
-        start_ranks(ranks, [str(tmp_path), str(store_dir)], work=check_all)
+        start_ranks(ranks, [str(tmp_path / "run"), str(store_dir)], work=check_all)
 
 
 def test_fsdp_refuses_other_devices_than_cpu_and_cuda():
@@ -541,8 +524,10 @@ GROWING = "--pseudo --pseudo-layers 2 --pseudo-until 0.5"
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("technique", [GROWING, SHARED])
-def test_a_sharded_run_resumes_on_other_ranks(technique, store_dir, tmp_path, monkeypatch):
-    """From a checkpoint of two ranks before the switch: unsharded in one process, and on three."""
+def test_a_run_resumes_on_other_ranks_sharded_or_not(technique, store_dir, tmp_path, monkeypatch):
+    """From a checkpoint of two ranks before the switch: unsharded in one process, and on three;
+    and from a checkpoint of one process: sharded on two.
+    """
     monkeypatch.chdir(tmp_path)
     line = f"{FLAGS} {technique} {ALL_ON} --data {store_dir} --out".split()
     assert train.main([*line, "whole"]) == 0
@@ -551,29 +536,30 @@ def test_a_sharded_run_resumes_on_other_ranks(technique, store_dir, tmp_path, mo
     assert losses_of("alone") == expected
     scores = [read_log(Path(out), "eval")[-1]["val_bpb"] for out in ("whole", "alone")]
     assert scores[1] == pytest.approx(scores[0], abs=1e-5)
-    _, *later = sorted(Path("alone").glob("step-*"))
-    assert len(later) >= 2
-    for folder in later:
-        shutil.rmtree(folder)
+    for out in ("whole", "alone"):
+        _, *later = checkpoint.steps_in(Path(out))
+        assert len(later) >= 2
+        for path in later:
+            path.unlink()
     shutil.copytree("alone", "three")
     assert train.main(["--resume", "--out", "alone", "--no-fsdp"]) == 0
-    assert list(Path("alone").glob("step-*.pt")), "unsharded checkpoints are files"
     start_ranks(3, ["--resume", "--out", "three"])
-    for out in ("alone", "three"):
+    start_ranks(2, ["--resume", "--out", "whole", "--fsdp"])
+    for out in ("alone", "three", "whole"):
         assert losses_of(out) == expected and len(read_log(Path(out), "run")) == 2
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_one_process_can_train_sharded_and_resume_without(store_dir, tmp_path, device):
+def test_one_process_can_train_sharded_and_resume_without(store_dir, tmp_path, device, capsys):
     flags = f"{FLAGS} --tokens 1536 --device {device} --dtype fp32 --data {store_dir}".split()
     assert train.main([*flags, "--out", str(tmp_path / "plain")]) == 0
     # on a GPU Muon orthogonalises in bf16, which amplifies differences in rounding
     expected = pytest.approx(losses_of(tmp_path / "plain"), abs=1e-5 if device == "cpu" else 1e-3)
     out = tmp_path / "sharded"
     assert train.main([*flags, "--fsdp", "--out", str(out)]) == 0
+    assert "--fsdp: a checkpoint takes" in capsys.readouterr().out
     assert losses_of(out) == expected
-    first, last = sorted(out.glob("step-*"))
-    assert first.is_dir()
-    shutil.rmtree(last)
+    _, last = checkpoint.steps_in(out)
+    last.unlink()
     assert train.main(["--resume", "--out", str(out), "--no-fsdp"]) == 0
     assert losses_of(out) == expected and len(read_log(out, "run")) == 2

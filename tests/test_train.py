@@ -251,7 +251,7 @@ def test_a_signal_saves_and_the_resumed_run_equals_an_undisturbed_one(
     with monkeypatch.context() as patch:
         patch.setattr(*place, signalled)
         assert train.main(flags_for(store_dir, folder, flags)) == 128 + number
-    assert f"continue with: python train.py --resume --out {folder}" in capsys.readouterr().out
+    assert f"continue with --resume --out {folder}" in capsys.readouterr().out
     stopped, steps = metrics(read_log(folder)), read_log(folder, "train")
     assert stopped == whole[: len(stopped)] and len(stopped) < len(whole)
     saved = checkpoint.load(checkpoint.find(folder, "last"))["clock"]["step"]
