@@ -467,7 +467,7 @@ class Plan:
             alone.stop - alone.start + self.extra,
             self.seq_len,
             packer=self.settings.pack.packer,
-            max_per_pack=self.settings.pack.max_per_row,
+            max_per_row=self.settings.pack.max_per_row,
         )
         by_first = np.argsort(packs.items[packs.offsets[:-1]])
         return Chosen(
