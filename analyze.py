@@ -1,18 +1,14 @@
 """Sort a store's samples by difficulty, so that a curriculum can draw the easy ones first.
 
-    samples ── shards ──> totals    the sums over all samples that a metric needs (token counts)
-                     └──> values    of each sample
-                             └─ sort ──> index/<metric>: values.bin, order.bin, index.json
+A metric takes up to two passes over the tokens: one counts them, as rarity needs, and one measures
+the samples. A pass writes a file for each shard, which appears whole or not at all; if an analysis
+was interrupted or killed, the next one does only the shards whose files are missing. Then all
+values are sorted in memory. Example: two shards of two samples, metric length:
 
-A metric takes up to two passes over the tokens. A pass writes a file for each shard, which appears
-whole or not at all; if an analysis was interrupted or killed, the next one does only the shards
-whose files are missing. Then all values are sorted in memory. Example: four samples, two shards,
-metric length:
-
-    shards        0 .. 1       2 .. 3
-    values        9, 4         7, 4
-    values.bin    9 4 7 4      by sample id
-    order.bin     1 3 2 0      sample ids, lowest value first, ties by id
+    values-0-2.npy    9 4
+    values-2-4.npy    7 4
+    values.bin        9 4 7 4      by sample id
+    order.bin         1 3 2 0      sample ids, lowest value first, ties by id
 
 index.json holds a fingerprint of everything that these depend on. Under torchrun the ranks share
 the shards, and all write to the same folder, on one machine or on a shared disk.
@@ -36,7 +32,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,11 +49,14 @@ BLOCK = 1 << 18  # tokens measured together: they fit the cache of a core
 SHARD = 1 << 20  # samples; they take seconds
 SMALL = 100_000_000  # tokens; training analyzes stores up to this size itself, in about 10 seconds
 
-# ---- metrics: (tokens (n,) of N samples one after another, lengths (N,), the sums over all samples
-# that the metric needs) -> (N,) numbers, lowest for the easiest sample
+# ---- metrics: (tokens, lengths, nats) -> (N,) numbers, lowest for the easiest sample
 #
-# A fingerprint contains the source of the functions in this section that a metric uses: editing
-# one, even its docstring, makes existing indexes stale.
+#     tokens     (n,) of N samples, one after another
+#     lengths    (N,)
+#     nats       (V,) the surprisal of each token; None for a metric that does not need it
+#
+# A fingerprint contains the source of the metric, `rarity` and `surprisal`: editing one, even its
+# docstring, makes existing indexes stale.
 
 
 def length(tokens: np.ndarray, lengths: np.ndarray, _: None) -> np.ndarray:
@@ -68,7 +66,6 @@ def length(tokens: np.ndarray, lengths: np.ndarray, _: None) -> np.ndarray:
 def rarity(tokens: np.ndarray, lengths: np.ndarray, nats: np.ndarray) -> np.ndarray:
     """Vocabulary rarity: the summed surprisal of a sample's tokens (arXiv 2212.03597).
 
-    Args:     nats (V,) the surprisal of each token
     Deviates: DeepSpeed (Megatron-DeepSpeed's analyze_data.py) cuts the sum to a whole number, which
               makes ties
     Example:  counts 2, 1, 1 are nats ln 2, ln 4, ln 4: the samples [0, 0] and [1] tie at 2 ln 2
@@ -91,10 +88,6 @@ def length_rarity(tokens: np.ndarray, lengths: np.ndarray, nats: np.ndarray) -> 
     return lengths + rarity(tokens, lengths, nats) / scale
 
 
-def token_counts(tokens: np.ndarray, lengths: np.ndarray, vocab_size: int) -> np.ndarray:
-    return np.bincount(tokens, minlength=vocab_size)
-
-
 def surprisal(counts: np.ndarray) -> np.ndarray:
     """Return -log of each token's frequency (V,), in nats; a token never seen counts once."""
     counts = np.maximum(counts, 1)
@@ -102,22 +95,18 @@ def surprisal(counts: np.ndarray) -> np.ndarray:
 
 
 class Metric(NamedTuple):
-    """How to measure samples, and what must be summed over all of them first.
+    """How to measure samples; a line in METRICS adds one (docs/extending.md)."""
 
-    Example: to add a metric, add a line to METRICS (docs/extending.md)
-    """
-
-    value: Callable  # (tokens, lengths, known) -> (N,)
+    value: Callable  # (tokens, lengths, nats) -> (N,)
     dtype: str = "float32"  # of the values in the index
-    summed: Callable | None = None  # (tokens, lengths, vocab_size) -> summed over all samples
-    known: Callable | None = None  # (sum) -> the third argument of `value`
+    needs_nats: bool = False  # a pass over all tokens counts them first
 
 
 METRICS = {
     "length": Metric(length, "uint32"),
-    "rarity": Metric(rarity, "float32", token_counts, surprisal),
-    "rarity-mean": Metric(rarity_mean, "float32", token_counts, surprisal),
-    "length-rarity": Metric(length_rarity, "float64", token_counts, surprisal),
+    "rarity": Metric(rarity, needs_nats=True),
+    "rarity-mean": Metric(rarity_mean, needs_nats=True),
+    "length-rarity": Metric(length_rarity, "float64", needs_nats=True),
 }
 
 
@@ -127,9 +116,9 @@ METRICS = {
 def analyze(samples: Samples, names: Sequence[str], folder: Path, ranks: Runtime) -> None:
     """Measure and sort all samples by each metric, and write folder/<metric>, whole or not at all.
 
-    Args:   ranks torchrun's, if any; all of them need to write to `folder`
+    Args:   ranks torchrun's, if any; all of them write to `folder`
     Raises: ValueError, on every rank, for an index of other samples in `folder`, or an error on any
-            rank; the other ranks finish their shards before
+            rank after the others have done their shards
     """
     ranks.on_rank0(lambda: folder.mkdir(parents=True, exist_ok=True))
     with folder_lock(folder) if ranks.is_rank0 else nullcontext():
@@ -145,11 +134,11 @@ def analyze(samples: Samples, names: Sequence[str], folder: Path, ranks: Runtime
 
 def measure(samples: Samples, name: str, folder: Path, ranks: Runtime) -> list[Path]:
     """Measure all samples by a metric; return the files with the values of each shard."""
-    metric, known = METRICS[name], None
-    if metric.summed:
-        totals = run_pass("total", partial(sum_shard, name, samples), samples, folder, ranks)
-        known = metric.known(ranks.on_rank0(lambda: sum(map(np.load, totals))))
-    work = partial(measure_shard, name, known, samples)
+    nats = None
+    if METRICS[name].needs_nats:
+        counts = run_pass("counts", partial(count_shard, samples), samples, folder, ranks)
+        nats = surprisal(ranks.on_rank0(lambda: sum(map(np.load, counts))))
+    work = partial(measure_shard, samples, name, nats)
     return run_pass("values", work, samples, folder, ranks)
 
 
@@ -160,41 +149,39 @@ def run_pass(
 
     Shard i belongs to rank i modulo the number of ranks.
 
-    Args: kind total | values: the first word in the names of the files
+    Args:   kind counts | values: the first word in the names of the files
+    Raises: ValueError, on every rank, for an error on any, or if ranks share no folder
     """
-    bounds = [*range(0, len(samples), SHARD), len(samples)]
-    shards = [range(first, stop) for first, stop in pairwise(bounds)]
-    files = [folder / f"{kind}-{shard.start:012}-{shard.stop:012}.npy" for shard in shards]
+    n = len(samples)
+    shards = [range(first, min(first + SHARD, n)) for first in range(0, n, SHARD)]
+    files = [folder / f"{kind}-{shard.start}-{shard.stop}.npy" for shard in shards]
 
     def write_missing() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        own = slice(ranks.rank, None, ranks.world_size)
-        hidden = None if ranks.is_rank0 else True  # None: hide it without a terminal
-        for shard, file in zip(shards[own], tqdm(files[own], kind, disable=hidden), strict=True):
+        of_rank = list(zip(shards, files, strict=True))[ranks.rank :: ranks.world_size]
+        hidden = None if ranks.is_rank0 else True  # None: hidden without a terminal
+        for shard, file in tqdm(of_rank, kind, disable=hidden):
             if not file.exists():
                 with atomic_write(file) as out:
                     np.save(out, work(shard))
 
-    def check_files() -> None:
-        if missing := [file for file in files if not file.exists()]:
-            raise ValueError(f"rank 0 does not find {missing[0]}: let all ranks share a folder")
-
     ranks.together(write_missing)
-    ranks.on_rank0(check_files)
+    if not ranks.on_rank0(lambda: all(file.exists() for file in files)):
+        raise ValueError(f"{folder} on rank 0 lacks files of other ranks: let all share one folder")
     return files
 
 
-def sum_shard(name: str, samples: Samples, shard: range) -> np.ndarray:
-    """Compute a shard's part of the sum that a metric needs."""
+def count_shard(samples: Samples, shard: range) -> np.ndarray:
+    """Count how often each token of the vocabulary occurs in the samples of a shard, (V,)."""
     vocab_size = samples.store.meta["vocab_size"]
-    return sum(METRICS[name].summed(*block, vocab_size) for block in blocks(samples, shard))
+    return sum(np.bincount(tokens, minlength=vocab_size) for tokens, _ in blocks(samples, shard))
 
 
-def measure_shard(name: str, known: object, samples: Samples, shard: range) -> np.ndarray:
+def measure_shard(samples: Samples, name: str, nats: np.ndarray | None, shard: range) -> np.ndarray:
     """Measure a shard's samples, (N,) in the metric's dtype."""
     values = []
     for tokens, lengths in blocks(samples, shard):
-        values.append(METRICS[name].value(tokens, lengths, known))
+        values.append(METRICS[name].value(tokens, lengths, nats))
         if values[-1].shape != lengths.shape or not np.isfinite(values[-1]).all():
             raise ValueError(f"--metric {name} has to give each sample a finite number")
     return np.concatenate(values).astype(METRICS[name].dtype)
@@ -224,9 +211,9 @@ def write_index(folder: Path, samples: Samples, name: str, files: Sequence[Path]
     Cost: 12 bytes of memory per sample, besides its value
     """
     needed = len(samples) * (12 + np.dtype(METRICS[name].dtype).itemsize)
-    if (free := process.host_free()) is not None and needed > free:
-        sizes = f"{needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
-        print(f"sorting {len(samples):,} samples by {name} takes {sizes}", flush=True)
+    free = process.host_free()
+    if free is not None and needed > free:
+        print(f"the sort needs {needed:,} bytes of memory, and {free:,} are free", flush=True)
     values = np.concatenate([np.load(file) for file in files])
     order = np.argsort(values, kind="stable").astype("uint32" if len(values) < 2**32 else "int64")
     with atomic_folder(folder / name) as index:
@@ -248,9 +235,8 @@ def fingerprint(samples: Samples, name: str) -> str:
     made_of = {field: samples.store.meta[field] for field in of_store}
     made_of["made"] = (samples.split, samples.kind == "rows", samples.without_eot)
     made_of |= {"format": 1, "metric": name, "seq_len": samples.max_piece_len}
-    metric = METRICS[name]
-    functions = (rarity, metric.value, metric.summed, metric.known)  # others call rarity
-    made_of["source"] = [inspect.getsource(function) for function in functions if function]
+    functions = (METRICS[name].value, rarity, surprisal)
+    made_of["source"] = [inspect.getsource(function) for function in functions]
     return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
 
 
@@ -284,7 +270,7 @@ def opened(
         index = folder / name
         try:
             about = json.loads((index / "index.json").read_text())
-            stored = about["fingerprint"][:64]
+            stored = about["fingerprint"]
             values = np.asarray(np.memmap(index / "values.bin", about["values"], "r"))
             order = np.asarray(np.memmap(index / "order.bin", about["order"], "r"))
             if not len(values) == len(order) == about["samples"]:
@@ -294,12 +280,11 @@ def opened(
             if whole and about.get("sha256") != sums_of(index):
                 raise ValueError("its files do not have the sha256 in index.json")
         except (OSError, LookupError, TypeError, ValueError) as error:
-            problem = f"damaged or old ({error}): remove it and analyze again"
-            raise ValueError(f"{index}: {problem}") from None
+            raise ValueError(f"{index} is damaged ({error}): remove it and analyze again") from None
         if stored != fingerprint(samples, name):
             raise ValueError(
-                f"{index} is the index of another store, tokenizer, sample length or version of"
-                " the metric: remove it, or name another folder"
+                f"{index} was made for another text, tokenizer, sample length or version of the"
+                " metric: remove it, or name another folder"
             )
         rankings[name] = Ranking(values, order)
     return rankings

@@ -2,14 +2,17 @@
 
 A length metric (`seqlen`, `seqlen-reshape`) limits how long a piece of a sample may be. `seqlen`
 drops the rest, or with --pack cuts it into further pieces; `seqlen-reshape` puts it into further
-rows. A ranked metric (`length`, `rarity`, ...) limits which samples may be drawn: the easiest ones,
-in the order that analyze.py wrote. Each metric has its own pacing. With several ranked metrics, a
-sample must be easy enough by all of them.
+rows. A ranked metric (`length`, `rarity`, ...) limits which samples may be drawn: the easiest, in
+the order that analyze.py wrote. With several of them, a sample must be easy enough by all. With
+--pack --curriculum seqlen,rarity:
 
-Everything here is a pure function of the tokens consumed so far: this file reads no text and draws
-no random numbers. analyze.py measures samples and sorts them. In reading order: configuration,
-pacing, the samples up to a difficulty, the curriculum, parsing of the flags. It acts in the lines
-with `settings.curriculum.on`, and where plan.py uses the `Curriculum` made in one of them:
+    consumed tokens    seqlen    rarity    what is read
+    0                  64        1 %       the 1 % with the least rarity, in pieces of 64 tokens
+    half of a run      672       100 %     all samples, in pieces of 672
+
+All is a pure function of the tokens consumed so far; this file reads no text and draws no random
+numbers. In reading order: configuration, pacing, the samples up to a difficulty, the curriculum,
+parsing of the flags. It acts where the code says `settings.curriculum.on` or `self.curriculum`:
 
     config.py   check                `parse_metrics` refuses bad settings
     plan.py     Plan.__init__        opens the indexes, and makes the `Curriculum`
@@ -19,8 +22,6 @@ with `settings.curriculum.on`, and where plan.py uses the `Curriculum` made in o
                 Plan.costed          logs the difficulty, and the number of samples it allows
 
 Papers: Li et al., arXiv 2212.03597; arXiv 2108.06084 (sequence length warmup).
-
-    python train.py --pack --curriculum seqlen
 """
 
 import math
@@ -71,13 +72,10 @@ class CurriculumConfig:
 
 
 class Pacing(NamedTuple):
-    """How the difficulty of one metric changes: along a root of t, or by discrete levels.
+    """How the difficulty of one metric changes: along a root of t, or by levels, which may fall.
 
-    Deviates: discrete levels may fall, and the last one need not be the highest. DeepSpeed
-              (data_pipeline/curriculum_scheduler.py, update_difficulty) stops at its maximum, so it
-              ignores a lower level after that
-    Example:  with levels (64, 128, 256) and until (10, 25), the difficulty is 64 at t = 10, 128 at
-              11 and 256 at 26
+    Example: with levels (64, 128, 256) and until (10, 25), the difficulty is 64 at t = 10, 128 at
+             11 and 256 at 26
     """
 
     start: int = 1
@@ -109,11 +107,7 @@ class Ranking:
         return len(self.order)
 
     def at_percent(self, percent: int) -> int:
-        """Count the samples in the first `percent` %, rounded up, so that 1 % is at least one.
-
-        Deviates: DeepSpeed (data_sampling/data_sampler.py) takes N // 100 samples for each percent,
-                  which is none if there are fewer than a hundred
-        """
+        """Count the samples in the first `percent` %, rounded up, so that 1 % is at least one."""
         return -(-len(self) * percent // 100)
 
     def at_value(self, value: float) -> int:
@@ -135,8 +129,7 @@ class Ranking:
 class Pool:
     """The samples that are among the first counts[i] of rankings[i], for every i.
 
-    They are drawn by rank, the place of a sample in the first ranking, which limits most. With one
-    ranking, every rank below its count is a sample of the pool.
+    They are drawn by rank, the place of a sample in the first ranking, which limits most.
     """
 
     rankings: tuple[Ranking, ...]
@@ -171,10 +164,10 @@ class Pool:
 
 @lru_cache(maxsize=4)  # several calls for each step ask for the same pool
 def intersection(rankings: tuple[Ranking, ...], counts: tuple[int, ...]) -> tuple[Pool | None, int]:
-    """Intersect the first counts[i] of rankings[i]; if nothing is left, widen them all.
+    """Intersect the first counts[i] of rankings[i].
 
-    Returns: the pool, None for every sample; and k, the smallest percentage for which the rankings
-             have a sample in common when each goes at least to its easiest k %
+    Returns: the pool, None for every sample; and the smallest k for which the rankings have a
+             sample in common when each goes at least to its easiest k %
     """
     for percent in range(101):
         wide = {r: max(n, r.at_percent(percent)) for r, n in zip(rankings, counts, strict=True)}
@@ -230,8 +223,7 @@ class Curriculum:
         """Find what is allowed now.
 
         A level below every sample's value is raised to the lowest value. If the rankings then have
-        no sample in common, each is widened to its easiest k %, for the smallest k at which they
-        have one.
+        no sample in common, each is widened to the same percentage of its samples.
         """
         difficulty = {name: pacing.at(consumed_tokens) for name, pacing in self.pacings.items()}
         max_piece_len = min([self.seq_len, *(difficulty[name] for name in self.lengths)])
@@ -262,8 +254,8 @@ class Curriculum:
 def parse_metrics(config: CurriculumConfig, seq_len: int, packed: bool) -> dict[str, Pacing]:
     """Parse the flags into a pacing for each metric, with defaults filled in.
 
-    Raises: ValueError, naming the flag, for a setting that cannot work. analyze.check_metrics
-            checks that a metric exists and suits the samples
+    Raises: ValueError, naming the flag, for a setting that cannot work; whether a metric exists and
+            suits the samples, analyze.check_metrics checks
     """
     names = config.metrics
     columns = [one_each(s, getattr(config, s), names) for s in ("start", "share", "pace", "by")]
@@ -289,11 +281,8 @@ def one_each(setting: str, text: str | None, names: list[str]) -> list[str | Non
 def parse_metric(config: CurriculumConfig, seq_len: int, packed: bool) -> Pacing:
     """Parse the pacing of one metric.
 
-    The defaults are the papers' pacings, over 0.4 of the budget: ranked metrics grow with the
-    square root of consumed tokens from the easiest 1 % to 100 %, "seqlen" linearly from a quarter
-    of a row. With --pack or "seqlen-reshape" a step has the same number of tokens however short its
-    pieces are, so lengths start at 64 and grow with the square of consumed tokens over 0.9 of the
-    budget (docs/curriculum.md).
+    The defaults are the papers' pacings, but where a step has as many tokens however short its
+    pieces are (--pack, "seqlen-reshape"), lengths start lower and grow later (docs/curriculum.md).
 
     Example: "seqlen" in packed rows of 2,048 is at 64, 672, 2,048 after 0, 0.5, 0.9 of a run
     """
@@ -348,10 +337,7 @@ def parse_pace(text: str) -> Pacing:
 
 
 def number(text: str | float, flag: str, kind: type = float, high: int = 2**53) -> float:
-    """Parse a number above 0, or raise a ValueError naming the flag.
-
-    The limit is 2^53 because a float64 holds every integer up to there.
-    """
+    """Parse a number above 0, at most `high`: a float64 holds every integer up to 2^53."""
     value = number_of(str(text))
     if not 0 < value <= high or kind(value) != value:
         wanted = "number" if kind is float else "whole number"

@@ -1,12 +1,10 @@
 """Sequence packing: put several documents into each row, so that rows have little padding.
 
-This file decides which document goes into which row. It does not isolate the documents of a row
-from each other: attention does, using `doc_ids` and `positions` (model.TokenMeta).
-
-Documents of equal length are interchangeable, so a packer reads only how many there are of each
-length, and a billion documents take no longer than a million. It chooses patterns: a pattern is the
-lengths of the documents in one row (the paper calls it a strategy). Packing these six documents
-into rows of 10 tokens, longest first, each into the fullest row with room:
+This file decides which document goes into which row. Isolating the documents of a row from each
+other is attention's part, by `doc_ids` and `positions` (model.TokenMeta). Documents of equal length
+are interchangeable, so a packer reads only how many there are of each length. It chooses patterns:
+a pattern is the lengths of the documents in one row (the paper's strategy). Six documents in rows
+of 10 tokens, longest first, each in the fullest row with room:
 
     documents    0: 7 tokens   1: 6   2: 5   3: 5   4: 4   5: 3
     pack         one row of each pattern (7, 3), (6, 4), (5, 5)
@@ -20,8 +18,6 @@ Packing acts where the code says `settings.pack.on`:
     plan.py     Plan.__init__     a length curriculum uses another pace; rows may have padding
                 Plan.__call__     calls packed_rows, and so `pack_lengths` in packed_window
                 Plan.full_step    rows keep their full length
-
-evaluate.py packs held-out documents whether or not the run was packed.
 
 Paper: Krell et al., arXiv 2107.02027. Packers are compared in docs/packing.md.
 
@@ -101,9 +97,7 @@ def pack_lengths(
     Rows are sorted by their patterns, longest document first. Documents of equal length are placed
     in the order given.
 
-    Args:    lengths     (N,) of the documents, from 1 to max_len
-             packer      one of PACKERS
-             max_per_row most documents in a row; None: as many as fit
+    Args:    max_per_row most documents in a row; None: as many as fit
     Raises:  ValueError for a document that does not fit a row, an unknown packer, or missing SciPy
     Example: pack_lengths([3, 6, 5, 2], 8) has items [1, 3, 2, 0] and offsets [0, 2, 4]
     """
@@ -151,13 +145,12 @@ def greedy(counts: np.ndarray, max_per_row: int, tightest: bool) -> Counter[Patt
     many rows as placing documents one by one. Otherwise it is worst fit (SPFHP); like Graphcore's
     code, that opens one new row per document that does not fit, even where a row could hold two.
 
-    Cost: each iteration finishes a length or a group of equal rows. Bit s of the integer `spaces`
-          says that an open row has s tokens left, so one bit scan finds the next row
+    Cost: each iteration finishes a length or a group of equal rows
     """
     max_len, lengths = len(counts) - 1, np.flatnonzero(counts)[::-1].tolist()
     finished: Counter[Pattern] = Counter()
     open_with: list[list[tuple[int, Pattern]]] = [[] for _ in counts]  # rows, by tokens left
-    spaces = 0  # bit s is set if open_with[s] is not empty
+    spaces = 0  # bit s is set if open_with[s] is not empty, so one bit scan finds the next row
 
     def keep(rows: int, pattern: Pattern) -> None:
         nonlocal spaces
@@ -196,10 +189,9 @@ def greedy(counts: np.ndarray, max_per_row: int, tightest: bool) -> Counter[Patt
 def assign(rows_of: dict[Pattern, int], lengths: np.ndarray, counts: np.ndarray) -> Packing:
     """Give every document a place.
 
-    Args: rows_of rows of each pattern, which together have as many places as documents
+    Args: rows_of rows of each pattern, which have as many places for each length as documents
           lengths (N,) of the documents
           counts  their histogram
-    Cost: sorts the documents by length, then makes one copy per place of each pattern
     """
     narrow = np.min_scalar_type(len(counts) - 1)  # 16 bits or fewer are sorted in linear time
     by_length = np.argsort(lengths.astype(narrow), kind="stable")
@@ -230,11 +222,7 @@ def require_scipy() -> None:
 def least_squares(counts: np.ndarray, max_per_row: int) -> Counter[Pattern]:
     """NNLSHP: fit the histogram by a number of rows of each full pattern, and round.
 
-    Lengths up to 8 weigh 0.09, as in Graphcore's packedBERT/nnlshp.py, because an empty place for a
-    short document is little padding.
-
-    Paper:  arXiv 2107.02027, section 3.1
-    Raises: ValueError without SciPy, or if there are too many patterns
+    Paper: arXiv 2107.02027, section 3.1
     """
     require_scipy()
     from scipy.optimize import nnls
@@ -250,6 +238,7 @@ def least_squares(counts: np.ndarray, max_per_row: int) -> Counter[Pattern]:
     for j, pattern in enumerate(patterns):
         for length in pattern:
             places[length - 1, j] += 1
+    # As in Graphcore's packedBERT/nnlshp.py: an empty place for a short document is little padding.
     weights = np.where(np.arange(1, max_len + 1) <= 8, 0.09, 1.0)
     rows, _ = nnls(weights[:, None] * places, weights * counts[1:])
     rounded = zip(patterns, np.rint(rows).astype(int).tolist(), strict=True)
@@ -341,10 +330,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def show(rows_of: dict[Pattern, int], max_len: int) -> None:
-    """Print rows, the share that is no padding, documents per row, and the share of attention left.
-
-    Attention within documents is compared with that over whole rows. The most frequent patterns
-    follow.
+    """Print rows, the share that is not padding, documents per row, and attention within documents
+    as a share of attention over whole rows; then the most frequent patterns.
     """
     rows = sum(rows_of.values())
     documents = sum(n * len(pattern) for pattern, n in rows_of.items())
