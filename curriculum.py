@@ -206,8 +206,7 @@ class Curriculum:
         self, pacings: dict[str, Pacing], budget: int, seq_len: int, rankings: dict[str, Ranking]
     ):
         self.seq_len, self.rankings = seq_len, rankings
-        self.lengths = [name for name in pacings if name in LENGTHS]
-        self.reshapes = "seqlen-reshape" in self.lengths  # cut rows into parts, do not truncate
+        self.reshapes = "seqlen-reshape" in pacings  # cut rows into parts, do not truncate
         self.pacings: dict[str, Pacing] = {}
         for name, pacing in pacings.items():
             if pacing.end == math.inf:
@@ -226,7 +225,7 @@ class Curriculum:
         no sample in common, each is widened to the same percentage of its samples.
         """
         difficulty = {name: pacing.at(consumed_tokens) for name, pacing in self.pacings.items()}
-        max_piece_len = min([self.seq_len, *(difficulty[name] for name in self.lengths)])
+        limits = [difficulty[name] for name in LENGTHS if name in difficulty]
         counts, note = {}, ""
         for name, ranking in self.rankings.items():
             level, lowest = difficulty[name], ranking.highest(1)
@@ -245,7 +244,7 @@ class Curriculum:
                 if self.pacings[name].by == "value":
                     level = ranking.highest(ranking.at_percent(percent))
                 difficulty[name] = max(difficulty[name], level)
-        return Stage(difficulty, max_piece_len, pool, note)
+        return Stage(difficulty, min([self.seq_len, *limits]), pool, note)
 
 
 # ---- settings: parse the flags, and refuse bad ones
@@ -300,8 +299,7 @@ def parse_metric(config: CurriculumConfig, seq_len: int, packed: bool) -> Pacing
     if by == "value" and not (is_length or config.start or pacing.levels):
         raise ValueError("--curriculum-by value needs --curriculum-start, in the metric's unit")
     if pacing.levels and (config.start or config.share):
-        given = f"start {config.start}" if config.start else f"share {config.share}"
-        raise ValueError(f"--curriculum-{given} has no effect with {config.pace}: leave it out")
+        raise ValueError(f"--curriculum-start and --curriculum-share do not apply to {config.pace}")
     pacing = pacing._replace(
         start=number(config.start or usual.start, "--curriculum-start", int),
         over=number(config.share or usual.share, "--curriculum-share", high=1),
