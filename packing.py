@@ -1,10 +1,11 @@
 """Sequence packing: put several documents into each row, so that rows have little padding.
 
-This file decides which document goes into which row. Isolating the documents of a row from each
-other is attention's part, by `doc_ids` and `positions` (model.TokenMeta). Documents of equal length
-are interchangeable, so a packer reads only how many there are of each length. It chooses patterns:
-a pattern is the lengths of the documents in one row (the paper's strategy). Six documents in rows
-of 10 tokens, longest first, each in the fullest row with room:
+This file decides which document goes into which row. Attention keeps the documents of a row apart,
+using `doc_ids` and `positions` (model.TokenMeta).
+
+Documents of equal length are interchangeable, so a packer reads only how many there are of each
+length. It chooses patterns: a pattern is the lengths of the documents in one row (the paper calls
+it a strategy). Six documents, longest first, each in the fullest row of 10 tokens with room:
 
     documents    0: 7 tokens   1: 6   2: 5   3: 5   4: 4   5: 3
     pack         one row of each pattern (7, 3), (6, 4), (5, 5)
@@ -195,17 +196,17 @@ def assign(rows_of: dict[Pattern, int], lengths: np.ndarray, counts: np.ndarray)
     """
     narrow = np.min_scalar_type(len(counts) - 1)  # 16 bits or fewer are sorted in linear time
     by_length = np.argsort(lengths.astype(narrow), kind="stable")
-    upcoming = (np.cumsum(counts) - counts).tolist()  # for each length, the next in by_length
+    next_at = (np.cumsum(counts) - counts).tolist()  # in by_length, for each length
     items, start = np.empty(len(lengths), np.int64), 0
     for pattern, rows in rows_of.items():
         stop = start + rows * len(pattern)
         table = items[start:stop].reshape(rows, len(pattern))  # a view
         for place, length in enumerate(pattern):
-            first = upcoming[length]
+            first = next_at[length]
             table[:, place] = by_length[first : first + rows]
-            upcoming[length] += rows
+            next_at[length] += rows
         start = stop
-    assert upcoming == np.cumsum(counts).tolist(), "the packer has to place each document once"
+    assert next_at == np.cumsum(counts).tolist(), "the packer has to place each document once"
     sizes = np.array([len(pattern) for pattern in rows_of], np.int64)
     ends = np.cumsum(np.repeat(sizes, list(rows_of.values())))
     return Packing(items, np.concatenate(([0], ends)))
