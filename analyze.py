@@ -47,7 +47,7 @@ from support.store import Store, atomic_folder, atomic_write, folder_lock, get_e
 
 BLOCK = 1 << 18  # tokens measured together: they fit the cache of a core
 SHARD = 1 << 20  # samples; they take seconds
-SMALL = 100_000_000  # tokens; training analyzes stores up to this size itself, in about 10 seconds
+SMALL = 100_000_000  # tokens; training analyzes stores up to this size itself, in seconds
 
 # ---- metrics: (tokens, lengths, nats) -> (N,) numbers, lowest for the easiest sample
 #
@@ -282,10 +282,7 @@ def opened(
         except (OSError, LookupError, TypeError, ValueError) as error:
             raise ValueError(f"{index} is damaged ({error}): remove it and analyze again") from None
         if stored != fingerprint(samples, name):
-            raise ValueError(
-                f"{index} was made for another text, tokenizer, sample length or version of the"
-                " metric: remove it, or name another folder"
-            )
+            raise ValueError(f"{index} is of another text, tokenizer, length or metric: remove it")
         rankings[name] = Ranking(values, order)
     return rankings
 
@@ -293,21 +290,19 @@ def opened(
 # ---- what training calls
 
 
-def check_metrics(
-    names: Sequence[str], seq_len: int, samples_kind: str, flag: str = "--curriculum"
-) -> None:
+def check_metrics(names: list[str], seq_len: int, kind: str, flag: str = "--curriculum") -> None:
     """Refuse metrics that do not exist, do not fit together, or do not suit these samples.
 
-    Args: samples_kind rows | pieces | bert | pairs
-          flag         the flag that names the metrics; only --curriculum may name lengths
+    Args: kind rows | pieces | bert | pairs
+          flag the flag that names the metrics; only --curriculum may name lengths
     """
     known = (*LENGTHS, *METRICS) if flag == "--curriculum" else tuple(METRICS)
     for name in names:
         if name not in known:
             raise ValueError(f"{flag} {name} is unknown: choose from {', '.join(known)}")
-        if name in ("length", "length-rarity") and samples_kind == "rows":
+        if name in ("length", "length-rarity") and kind == "rows":
             raise ValueError(f"{flag} {name}: all rows have {seq_len} tokens: use pieces (--pack)")
-        if name == "seqlen-reshape" and samples_kind != "rows":
+        if name == "seqlen-reshape" and kind != "rows":
             raise ValueError(f"{flag} {name} is for full rows of the stream: use seqlen")
     if len(set(names)) < len(names) or set(LENGTHS) <= set(names):
         raise ValueError(f"{flag} {','.join(names)}: name one length metric, and each only once")

@@ -68,10 +68,7 @@ def resolved(config: PackConfig, seq_len: int, is_bert: bool) -> PackConfig:
     if config.packer == "nnlshp":
         require_scipy()
         if number_that_fill(seq_len, most) > PATTERNS:
-            raise ValueError(
-                f"--pack-packer nnlshp: there are more than {PATTERNS:,} ways to fill a row of"
-                f" {seq_len} with at most {most} pieces: lower --pack-max-per-row"
-            )
+            raise ValueError(f"--pack-max-per-row {most} gives nnlshp over {PATTERNS:,} patterns")
     return replace(config, batch=config.batch or ("documents" if is_bert else "rows"))
 
 
@@ -230,10 +227,7 @@ def least_squares(counts: np.ndarray, max_per_row: int) -> Counter[Pattern]:
 
     max_len = len(counts) - 1
     if number_that_fill(max_len, max_per_row) > MOST:
-        raise ValueError(
-            f"--packer nnlshp: there are more than {MOST:,} ways to fill a row of {max_len} with at"
-            f" most {max_per_row} documents: lower --max-per-row"
-        )
+        raise ValueError(f"--max-per-row {max_per_row} gives nnlshp over {MOST:,} patterns")
     patterns = list(patterns_that_fill(max_len, max_per_row, max_len))
     places = np.zeros((max_len, len(patterns)))  # how often each length occurs in each pattern
     for j, pattern in enumerate(patterns):

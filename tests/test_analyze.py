@@ -292,7 +292,7 @@ def test_an_index_of_something_else_is_refused(store, tmp_path):
     """DeepSpeed's data_sampler.py uses whatever index is in the folder."""
     before = analyzed(tmp_path / "out", samples_of(store))
     for other in changed(store, tmp_path):
-        refused = "rarity was made for another text, tokenizer, sample length or version"
+        refused = "rarity is of another text, tokenizer, length or metric: remove it"
         assert refused in refusal(load, tmp_path / "out", other, "rarity")
         assert refused in refusal(analyzed, tmp_path / "out", other)
     assert contents(tmp_path / "out") == before
