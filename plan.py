@@ -201,7 +201,7 @@ class Plan:
             pieces["stop"] - pieces["start"] + self.special_tokens,
             self.seq_len,
             packer=self.settings.pack.packer,
-            max_per_pack=self.settings.pack.max_per_row,
+            max_per_row=self.settings.pack.max_per_row,
         )
         rows = Rows(pieces[packs.items], packs.offsets)
         return rows.select(np.argsort(packs.items[packs.offsets[:-1]]))

@@ -182,17 +182,6 @@ class Runtime:
             dist.all_gather_object(values, value)
         return values
 
-    def collect(self, value: Value) -> Iterator[Value]:
-        """On rank 0, yield every rank's `value`, holding one at a time; elsewhere yield nothing."""
-        if not self.is_rank0:
-            dist.send_object_list([value], dst=0)
-            return
-        yield value
-        for rank in range(1, self.world_size):
-            received: list = [None]
-            dist.recv_object_list(received, src=rank)
-            yield received[0]
-
     def on_rank0(self, action: Callable[[], Value]) -> Value:
         """Run `action` on rank 0 only. Every rank gets its result, or its error as a ValueError."""
         results = [result_of(action) if self.is_rank0 else None]

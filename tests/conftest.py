@@ -31,7 +31,6 @@ if not torch.cuda.is_available():
 
 import evaluate
 import train
-from analyze import training_samples
 from kernels.triton_here import tl, triton
 from prepare import prepare
 from support.clock import Clock
@@ -79,12 +78,6 @@ def store_dir(tmp_path_factory):
     out = tmp_path_factory.mktemp("store") / "tiny"
     prepare([TINY], out, get_encoding("bytes"), "bytes")
     return out
-
-
-@pytest.fixture
-def forget_opened_stores():
-    """A process opens each path only once, but here one path may hold several stores in turn."""
-    training_samples.cache_clear()
 
 
 @pytest.fixture

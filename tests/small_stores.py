@@ -5,7 +5,6 @@ token 7 occurs only in held-out documents, and the others never occur.
 """
 
 import json
-from functools import partial
 from hashlib import sha256
 from itertools import accumulate, chain
 from pathlib import Path
@@ -14,8 +13,8 @@ import numpy as np
 from conftest import contents
 
 import analyze
-from analyze import training_samples
 from curriculum import Ranking
+from data import Samples
 from support.checkpoint import ALONE as ONE
 from support.store import FORMAT, Store
 
@@ -66,17 +65,17 @@ def many_documents(count=40):
     return [[], [], *drawn, [1], [], []]
 
 
-def opener(store, kind="pieces", seq_len=8):
-    return partial(training_samples, str(store), kind, seq_len)
+def samples_of(store, kind="pieces", seq_len=8):
+    return Samples(Store.open(store), kind, seq_len)
 
 
-def analyzed(folder, open_samples, names=("rarity",), ranks=ONE, workers=1):
+def analyzed(folder, samples, names=("rarity",)):
     """Analyze, and return the files of the indexes: {name: bytes}."""
-    analyze.analyze(open_samples, list(names), folder, ranks, workers)
+    analyze.analyze(samples, list(names), folder, ONE)
     return contents(folder)
 
 
-def load(folder, open_samples, name):
+def load(folder, samples, name):
     """Return the whole index of a metric, in memory."""
-    index = analyze.opened(folder, open_samples(), [name])[name]
+    index = analyze.opened(folder, samples, [name])[name]
     return Ranking(index.values[:], index.order[:])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import analyze
 import curriculum
-from curriculum import Curriculum, CurriculumConfig, Head, Pacing, Pool, Ranking, Rankings, pace
+from curriculum import Curriculum, CurriculumConfig, Pacing, Pool, Ranking, pace
 
 FEW = settings(max_examples=40, deadline=None)
 
@@ -76,21 +76,14 @@ def distinct(tokens, lengths, _):
     return np.array([len(np.unique(sample)) / len(sample) for sample in samples])
 
 
-def in_one_step(pacing, t):
-    """The start in the first half of the way, then the end."""
-    return pacing.start if t < pacing.over / 2 else pacing.end
-
-
-def test_the_metric_and_the_pacing_of_docs_extending_work(run, monkeypatch):
-    """Each is one line in a dictionary."""
+def test_the_metric_of_docs_extending_works(run, monkeypatch):
+    """It is one line in a dictionary."""
     page = (ROOT / "docs" / "extending.md").read_text()
-    assert all(inspect.getsource(function) in page for function in (distinct, in_one_step))
+    assert inspect.getsource(distinct) in page
     monkeypatch.setitem(analyze.METRICS, "distinct", analyze.Metric(distinct))
-    monkeypatch.setitem(curriculum.PACES, "step", in_one_step)
-    chosen = "--curriculum seqlen,distinct --curriculum-start 8,50 --curriculum-share 0.5"
-    lines = run(f"{chosen} --curriculum-pace step,linear --tokens 2K --eval-every 0")
+    chosen = "--curriculum seqlen,distinct --curriculum-start 8,50 --curriculum-pace linear"
+    lines = run(f"{chosen} --tokens 2K --eval-every 0")
     steps = [line for line in lines if line["event"] == "train"]
-    assert {line["difficulty_seqlen"] for line in steps} == {8, 32}
     assert (steps[0]["difficulty_distinct"], steps[-1]["difficulty_distinct"]) == (50, 100)
     assert distinct(np.array([3, 3, 5, 7]), np.array([3, 1]), None).tolist() == [2 / 3, 1]
 
@@ -98,22 +91,21 @@ def test_the_metric_and_the_pacing_of_docs_extending_work(run, monkeypatch):
 # ---- settings
 
 
-def parse(metric, seq_len=256, **words):
-    return curriculum.parse_metrics(CurriculumConfig(metric, **words), seq_len)
+def parse(metric, seq_len=256, packed=False, **words):
+    return curriculum.parse_metrics(CurriculumConfig(metric, **words), seq_len, packed)
 
 
 def test_the_defaults():
     length, ranked = parse("seqlen,rarity").values()
-    assert length == Pacing("linear", start=64, end=256, over=0.4, multiple=8)
-    assert ranked == Pacing("root", start=1, end=100, over=0.4, degree=2.0)
+    assert length == Pacing(start=64, end=256, over=0.4, multiple=8)
+    assert ranked == Pacing(start=1, end=100, over=0.4, degree=2.0)
     assert ranked.by == "percentile" and parse("seqlen", 12)["seqlen"].start == 8
     assert parse("seqlen", pace="root")["seqlen"].degree == 2
 
 
 def test_lengths_grow_more_slowly_if_short_rows_do_not_shrink_the_step():
-    packed, metrics = {"packed": True}, ("seqlen", "seqlen-reshape")
-    for metric, words in ((metrics[0], packed), (metrics[1], {}), (metrics[1], packed)):
-        pacing = curriculum.parse_metrics(CurriculumConfig(metric), 2048, **words)[metric]
+    for metric, packed in (("seqlen", True), ("seqlen-reshape", False), ("seqlen-reshape", True)):
+        pacing = parse(metric, 2048, packed)[metric]
         assert [pacing.at(t) for t in (0, 0.45, 0.9, 1)] == [64, 64 + 1984 // 4, 2048, 2048]
     truncated = parse("seqlen", 2048)["seqlen"]
     assert [truncated.at(t) for t in (0, 0.2, 0.4, 1)] == [512, 1280, 2048, 2048]
@@ -122,8 +114,8 @@ def test_lengths_grow_more_slowly_if_short_rows_do_not_shrink_the_step():
 def test_each_metric_can_have_its_own_settings():
     words = {"start": ",5", "share": ",0.2", "pace": "discrete:64@0.1:256,root:3"}
     length, ranked = parse("seqlen,rarity", **words).values()
-    assert (length.kind, length.levels, length.until) == ("discrete", (64, 256), (0.1,))
-    assert ranked == Pacing("root", start=5, end=100, over=0.2, degree=3.0)
+    assert (length.levels, length.until) == ((64, 256), (0.1,))
+    assert ranked == Pacing(start=5, end=100, over=0.2, degree=3.0)
 
 
 def test_each_metric_can_have_its_own_unit():
@@ -163,8 +155,7 @@ def test_invalid_settings_are_refused():
 
 
 def course_of(metric="rarity", indexes=None, budget=100, seq_len=256, **words):
-    metrics = parse(metric, seq_len, **words)
-    return Curriculum(metrics, budget, seq_len, Rankings(indexes or {}))
+    return Curriculum(parse(metric, seq_len, **words), budget, seq_len, indexes or {})
 
 
 # ---- which samples may be drawn
@@ -253,10 +244,10 @@ def test_metrics_below_1_are_refused_by_value():
 def test_the_size_of_a_large_intersection_is_estimated(monkeypatch):
     random = np.random.default_rng(0)
     one, two = (index_of(random.random(20_000)) for _ in range(2))
-    heads = (Head(8_000, one), Head(10_000, two))
-    exact = int((Pool(heads).ids(np.arange(8_000)) >= 0).sum())
-    assert Pool(heads).size == exact
+    pool = Pool((one, two), (8_000, 10_000))
+    exact = int((pool.ids(np.arange(8_000)) >= 0).sum())
+    assert pool.size == exact and not pool.is_empty
     monkeypatch.setattr(curriculum, "SCAN", 2_000)
-    assert 0 < abs(Pool(heads).size / exact - 1) < 0.1  # 4 standard deviations
-    assert not Pool(heads).is_empty
-    assert Pool((Head(5, one), Head(1, index_of(-one.values)))).is_empty
+    estimated = Pool((one, two), (8_000, 10_000))
+    assert 0 < abs(estimated.size / exact - 1) < 0.1  # 4 standard deviations
+    assert not estimated.is_empty and Pool((one, index_of(-one.values)), (5, 5)).is_empty

@@ -1,6 +1,5 @@
 """Packing: every document once, no row overfull, no more rows than the published packers need."""
 
-import re
 from importlib.util import find_spec
 from unittest.mock import Mock
 
@@ -45,16 +44,15 @@ def documents_of(counts):
     return np.repeat(np.arange(len(counts)), counts)
 
 
-def strategies_of(packing):
-    cuts = np.split(packing.lengths, packing.offsets[1:-1])
-    return [(tuple(cut.tolist()), int(n)) for cut, n in zip(cuts, packing.counts, strict=True)]
+def patterns_of(lengths, max_len, packer="lpfhp", most=None):
+    return pack(histogram(np.array(lengths), max_len), packer, most)
 
 
 # ---- slow reference packers
 
 
 def best_fit(lengths, max_len):
-    """Count the packs of best-fit decreasing, one document after the other."""
+    """Count the rows of best-fit decreasing, one document after the other."""
     spaces = []
     for length in sorted(lengths, reverse=True):
         fitting = [i for i, space in enumerate(spaces) if space >= length]
@@ -65,34 +63,34 @@ def best_fit(lengths, max_len):
     return len(spaces)
 
 
-def published_packs(counts, max_per_pack, longest_pack_first):
-    """Count the packs of the paper's SPFHP and LPFHP, as Graphcore's code defines them.
+def published_rows(counts, max_per_row, longest_pack_first):
+    """Count the rows of the paper's SPFHP and LPFHP, as Graphcore's code defines them.
 
-    Open packs are grouped by the space they have left, and the last one of a group is used first.
-    SPFHP takes the packs with the most space and puts one document into each. LPFHP takes those
+    Open rows are grouped by the space they have left, and the last one of a group is used first.
+    SPFHP takes the rows with the most space and puts one document into each. LPFHP takes those
     with the least space that is enough, puts in as many documents as fit, and searches again.
     """
     max_len = len(counts) - 1
-    most = max_per_pack or max_len
-    open_packs = {space: [] for space in range(max_len + 1)}  # space -> [(packs, documents in it)]
+    most = max_per_row or max_len
+    open_rows = {space: [] for space in range(max_len + 1)}  # space -> [(rows, documents in each)]
     total = 0
     for length in range(max_len, 0, -1):
         left = int(counts[length])
         while left:
-            spaces = [s for s in range(length, max_len + 1) if open_packs[s]]
+            spaces = [s for s in range(length, max_len + 1) if open_rows[s]]
             if spaces:
                 space = min(spaces) if longest_pack_first else max(spaces)
-                packs, held = open_packs[space].pop()
+                rows, held = open_rows[space].pop()
             else:
-                space, packs, held = max_len, left, 0
+                space, rows, held = max_len, left, 0
             times = min(space // length, most - held, left) if longest_pack_first else 1
-            used = min(packs, left // times)
-            if spaces and packs > used:
-                open_packs[space].append((packs - used, held))
+            used = min(rows, left // times)
+            if spaces and rows > used:
+                open_rows[space].append((rows - used, held))
             if not spaces:
                 total += used
             if held + times < most and space > times * length:
-                open_packs[space - times * length].append((used, held + times))
+                open_rows[space - times * length].append((used, held + times))
             left -= used * times
     return total
 
@@ -109,30 +107,27 @@ def test_rows_equal_examples_worked_by_hand():
     assert rows_of(pack_lengths([7, 6, 3], 10)) == [[0, 2], [1]]
 
 
-def test_strategies_equal_examples_worked_by_hand():
-    # each 6 gets a 2 and each 5 a 3; the last 2 gets a pack of its own
-    packing = pack(histogram([6, 6, 5, 5, 3, 3, 2, 2, 2], 8))
-    assert strategies_of(packing) == [((6, 2), 2), ((5, 3), 2), ((2,), 1)]
-    assert packing.packs == 5 and packing.factor == 9 / 5 and packing.efficiency == 34 / 40
-    assert packing.attention == (2 * (36 + 4) + 2 * (25 + 9) + 4) / (5 * 64)
+def test_patterns_and_their_rows_equal_examples_worked_by_hand():
+    # each 6 gets a 2 and each 5 a 3; the last 2 gets a row of its own
+    patterns = patterns_of([6, 6, 5, 5, 3, 3, 2, 2, 2], 8)
+    assert list(patterns.items()) == [((6, 2), 2), ((5, 3), 2), ((2,), 1)]
     # shortest-pack-first puts the 3 beside the 5, longest-pack-first puts it beside the 6
-    assert strategies_of(pack(histogram([6, 5, 3], 10), "spfhp")) == [((6,), 1), ((5, 3), 1)]
-    assert strategies_of(pack(histogram([6, 5, 3], 10), "lpfhp")) == [((6, 3), 1), ((5,), 1)]
+    assert patterns_of([6, 5, 3], 10, "spfhp") == {(6,): 1, (5, 3): 1}
+    assert patterns_of([6, 5, 3], 10, "lpfhp") == {(6, 3): 1, (5,): 1}
 
 
 @needs_scipy
 def test_least_squares_equals_examples_worked_by_hand():
-    # no pack of 7 can be filled: 5 needs a 2 and 4 needs a 3, which do not exist
-    packing = pack(histogram([5, 5, 4], 7), "nnlshp", 2)
-    assert strategies_of(packing) == [((5,), 2), ((4,), 1)]
+    # no row of 7 can be filled: 5 needs a 2 and 4 needs a 3, which do not exist
+    assert patterns_of([5, 5, 4], 7, "nnlshp", 2) == {(5,): 2, (4,): 1}
     counts = np.zeros(13, int)  # made of the patterns that it must find
     counts[[12, 9, 3, 5, 7]] = 4, 6, 6, 10, 10
-    assert strategies_of(pack(counts, "nnlshp", 2)) == [((12,), 4), ((9, 3), 6), ((7, 5), 10)]
-    groups, left = fill([(5, 3)], np.array([2]), np.bincount([5, 4, 3, 2], minlength=9))
-    assert groups == [(1, (5, 3))] and np.flatnonzero(left).tolist() == [2, 4]
+    assert pack(counts, "nnlshp", 2) == {(12,): 4, (9, 3): 6, (7, 5): 10}
+    counts = np.bincount([5, 4, 3, 2], minlength=9)
+    assert fill({(5, 3): 2}, counts) == {(5, 3): 1, (4,): 1, (2,): 1}
 
 
-def test_patterns_equal_examples_worked_by_hand():
+def test_patterns_that_fill_a_row_equal_examples_worked_by_hand():
     assert list(patterns_that_fill(4, 2, 4)) == [(4,), (3, 1), (2, 2)]
     assert list(patterns_that_fill(5, 3, 2)) == [(2, 2, 1)]
     counts = [number_that_fill(512, most) for most in (3, 4)]
@@ -144,28 +139,30 @@ def test_patterns_equal_examples_worked_by_hand():
 
 @EVERY_PACKER
 @settings(max_examples=25, deadline=None)
-@given(counts=histograms(), max_per_pack=depths, seed=st.integers(0, 99))
-def test_rows_hold_every_document_once(packer, counts, max_per_pack, seed):
-    """They also follow the strategies."""
+@given(counts=histograms(), max_per_row=depths, seed=st.integers(0, 99))
+def test_rows_hold_every_document_once(packer, counts, max_per_row, seed):
+    """They also follow the patterns."""
     if packer == "nnlshp":
-        max_per_pack = min(max_per_pack or 3, 3)
+        max_per_row = min(max_per_row or 3, 3)
     max_len = len(counts) - 1
     lengths = np.random.default_rng(seed).permutation(documents_of(counts))
-    packs = pack_lengths(lengths, max_len, packer, max_per_pack)
+    packs = pack_lengths(lengths, max_len, packer, max_per_row)
     assert sorted(packs.items.tolist()) == list(range(len(lengths)))
     rows = [tuple(lengths[row].tolist()) for row in rows_of(packs)]
-    assert all(0 < len(row) <= (max_per_pack or max_len) and sum(row) <= max_len for row in rows)
-    strategies = strategies_of(pack(counts, packer, max_per_pack))
-    assert rows == [strategy for strategy, n in strategies for _ in range(n)]
+    assert all(0 < len(row) <= (max_per_row or max_len) and sum(row) <= max_len for row in rows)
+    patterns = pack(counts, packer, max_per_row)
+    assert rows == [pattern for pattern, n in patterns.items() for _ in range(n)]
 
 
 @settings(max_examples=50, deadline=None)
 @given(histograms(longest=40), depths)
-def test_greedy_packers_need_no_more_packs_than_published_ones(counts, max_per_pack):
-    documents = documents_of(counts).tolist()
-    assert pack(counts, "lpfhp").packs == best_fit(documents, len(counts) - 1)
-    assert pack(counts, "lpfhp", max_per_pack).packs <= published_packs(counts, max_per_pack, True)
-    assert pack(counts, "spfhp", max_per_pack).packs == published_packs(counts, max_per_pack, False)
+def test_greedy_packers_need_no_more_rows_than_published_ones(counts, most):
+    def rows(packer, most):
+        return sum(pack(counts, packer, most).values())
+
+    assert rows("lpfhp", None) == best_fit(documents_of(counts).tolist(), len(counts) - 1)
+    assert rows("lpfhp", most) <= published_rows(counts, most, longest_pack_first=True)
+    assert rows("spfhp", most) == published_rows(counts, most, longest_pack_first=False)
 
 
 # ---- refusals
@@ -181,25 +178,29 @@ def test_documents_that_do_not_fit_a_row_are_refused():
 def test_least_squares_with_too_many_patterns_is_refused():
     in_training = ["--pack", "--pack-packer", "nnlshp"]
     message = refusal(config.build, config.parse(in_training))
-    assert re.match("--pack-packer nnlshp .*--pack-max-per-row", message)
+    assert message == "--pack-max-per-row 2048 gives nnlshp over 10,000 patterns"
     assert config.build(config.parse([*in_training, "--pack-max-per-row", "2"])).pack.on
+    assert "over 100,000 patterns" in refusal(pack_lengths, [1], 512, "nnlshp", 4)
 
 
 # ---- the command
 
 
 def test_the_command_prints_a_table_and_rows(tmp_path, capsys):
+    def printed(line):
+        main(line.split())
+        return capsys.readouterr().out.splitlines()
+
     store = write_store(tmp_path / "store", [[0] * 7, [0, 1], [2], []])
-    main([str(store), "--max-len", "5"])  # documents of 8, 3, 2 and 1 tokens in rows of 5
-    assert capsys.readouterr().out.splitlines()[1].split()[:3:2] == ["3", "1.667"]
-    main(["100", "90", "60", "50", "--max-len", "128"])
-    lines = capsys.readouterr().out.splitlines()
+    # documents of 8, 3, 2 and 1 tokens in rows of 5
+    assert printed(f"{store} --max-len 5")[1].split()[:3:2] == ["3", "1.667"]
+    lines = printed("100 90 60 50 --max-len 128")
     assert lines[1].split()[:3] == ["3", "78.125%", "1.333"], "rows, share filled, per row"
     assert "1 of 60 + 50 = 110 of 128" in lines[4]
-    file = tmp_path / "lengths.json"
-    file.write_text("[0, 3, 2, 0, 2, 2, 0, 0]")
-    main([str(file), "--max-per-pack", "3"])
-    assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["5", "85.000%", "1.800"]
+    # (6, 2) and (5, 3) twice each and (2) once: 2 * 40 + 2 * 34 + 4 = 152 of 5 * 64 pairs
+    _, table, *_, last = printed("6 6 5 5 3 3 2 2 2 --max-len 8")
+    assert table.split() == ["5", "85.000%", "1.800", "47.5%"] and last.split()[0] == "1"
+    assert printed("6 6 5 5 3 3 2 2 2 --max-len 8 --max-per-row 1")[1].split()[0] == "9"
 
 
 # ---- training steps; test_train.py compares packed runs with unpacked ones

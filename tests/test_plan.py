@@ -252,7 +252,7 @@ def test_pools_grow_and_a_stage_draws_every_sample_before_any_twice(indexed):
         ids = ((spans[:, 0] - p.samples.start) // 32).tolist()
         reach = pool.reach if pool else len(p.samples)
         assert step.difficulty["pool"] == reach
-        assert pool is None or set(ids) <= set(pool.filters[0][1].order[:reach].tolist())
+        assert pool is None or set(ids) <= set(pool.rankings[0].order[:reach].tolist())
         stage_ids += ids
         for first in range(0, len(stage_ids), reach):
             part = stage_ids[first : first + reach]
