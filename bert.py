@@ -265,9 +265,8 @@ def check_pairs(samples: Samples) -> None:
     """Refuse --nsp if fewer than two of the first million samples have at least two tokens."""
     start, stop = samples.spans(np.arange(min(len(samples), 1 << 20))).T
     if (stop - start >= 2).sum() < 2:
-        raise ValueError(
-            f"--nsp: {samples.store.path} has fewer than two pieces of two tokens to pair"
-        )
+        where = samples.store.path
+        raise ValueError(f"--nsp: {where} has fewer than two pieces of two tokens to pair")
 
 
 def occurrences(values: np.ndarray) -> np.ndarray:

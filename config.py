@@ -89,9 +89,8 @@ def parse_or_resume(argv: list[str]) -> tuple[Config, Started | None]:
     budget = started.config["optim.tokens"]
     larger = given.get("optim.tokens", budget)
     if larger < budget:
-        raise ValueError(
-            f"--tokens {larger} is less than the {budget} tokens of the run in {folder}"
-        )
+        before = f"the {budget} tokens of the run in {folder}"
+        raise ValueError(f"--tokens {larger} is less than {before}")
     saved = started.config | {"optim.tokens": larger}
     return build(resumed(saved, given), file=f"{folder}/config.json"), started
 
@@ -105,10 +104,8 @@ def resumed(saved: Flat, given: Flat) -> Flat:
         setting = settings_of(Config)[name]
         if not setting.about.get("free") and saved.get(name) != value:
             before = as_given(setting.flag, saved.get(name))
-            raise ValueError(
-                f"{as_given(setting.flag, value)} differs from {before}, with which the run was"
-                " started: start a new run with another --out"
-            )
+            now = as_given(setting.flag, value)
+            raise ValueError(f"{now} differs from {before}, with which the run was started")
     # when a technique is switched off now, drop its other settings too
     off = tuple(n.removesuffix("on") for n, v in given.items() if n.endswith(".on") and not v)
     return {n: v for n, v in (saved | given).items() if n in given or not n.startswith(off)}
@@ -194,15 +191,10 @@ def check(config: Config) -> None:
     model, optim, seq_len = config.model, config.optim, config.data.seq_len
     size, batch_tokens, tokens = SIZES[model.size], optim.batch_tokens, optim.tokens
     if seq_len > size.seq_len and model.pos == "learned" and model.init is None:
-        raise ValueError(
-            f"--seq-len {seq_len} is more than the {size.seq_len} positions of --size {model.size}:"
-            " choose less, or --pos rope"
-        )
+        longest = f"the {size.seq_len} positions of --size {model.size}"
+        raise ValueError(f"--seq-len {seq_len} is more than {longest}: choose less, or --pos rope")
     if batch_tokens % seq_len:
-        raise ValueError(
-            f"--batch-tokens {batch_tokens} is not a multiple of --seq-len {seq_len}: choose"
-            f" {max(batch_tokens // seq_len, 1) * seq_len}"
-        )
+        raise ValueError(f"--batch-tokens {batch_tokens} is no multiple of --seq-len {seq_len}")
     if batch_tokens > max(tokens, size.batch_tokens):
         raise ValueError(f"--batch-tokens {batch_tokens} must be at most --tokens {tokens}")
     if optim.warmup_tokens >= tokens:
@@ -218,17 +210,12 @@ def check(config: Config) -> None:
         if is_mixture:
             raise ValueError("--nsp pairs the texts of one store, but --data names several")
         if config.pack.batch != "rows" and batch_tokens < 2 * seq_len:
-            raise ValueError(
-                f"--nsp pairs texts of the same step, and --batch-tokens {batch_tokens} is one row:"
-                f" choose {2 * seq_len} or more"
-            )
+            raise ValueError(f"--nsp pairs rows, but --batch-tokens {batch_tokens} is one row")
     if config.curriculum.on:
         metrics = config.curriculum.metrics
         if is_mixture and not {*metrics} <= {*LENGTHS}:
-            raise ValueError(
-                f"--curriculum {','.join(metrics)} sorts the samples of one store, but --data names"
-                " several: use seqlen"
-            )
+            names = ",".join(metrics)
+            raise ValueError(f"--curriculum {names} sorts one store, but --data names several")
         curriculum.parse_metrics(config.curriculum, seq_len, config.pack.on)
         analyze.check_metrics(metrics, seq_len, samples_kind(config))
     transformer_config(config, vocab_size=1)  # raises for heads that do not divide the width

@@ -114,9 +114,8 @@ class Samples:
         self.start, self.stop = ends.tolist()
         self.table = None if kind == "rows" else self.span_table()
         if len(self) == 0:
-            raise ValueError(
-                f"{store.path} has no {SPLITS[split]} document: prepare it with another --holdout"
-            )
+            lacks = f"no {SPLITS[split]} document"
+            raise ValueError(f"{store.path} has {lacks}: prepare it with another --holdout")
 
     def span_table(self) -> np.ndarray:
         """Compute or open the spans of all samples, (N, 2) int64."""

@@ -208,9 +208,7 @@ class Evaluation:
             numbers = part.text.document
             nats, targets, size = sum_by_key(numbers, len(part.documents), of_piece.T).T
             if not targets.any():
-                raise ValueError(
-                    f"{part.store.path}: {part.description}, but no target: evaluate more"
-                )
+                raise ValueError(f"{part.store.path}: no target in {part.description}")
             right = pairs = 0
             if part.pairs:
                 right, pairs = sums(pair_scores, 2, part.pairs.rows).sum(axis=0)

@@ -226,18 +226,12 @@ def resolved(ltd: LtdConfig, seq_len: int, layers: int) -> LtdConfig:
     start = max(seq_len // 16, 1) if ltd.start is None else ltd.start
     multiple = ltd.multiple or 1
     if start > seq_len:
-        raise ValueError(f"--ltd-start {start} exceeds the {seq_len} tokens of a row: lower it")
+        raise ValueError(f"--ltd-start {start} exceeds the {seq_len} tokens of a row")
     if start % multiple and start != seq_len:
-        above = min(start + -start % multiple, seq_len)
-        raise ValueError(
-            f"--ltd-start {start} is not a multiple of --ltd-multiple {multiple}: try {above}"
-        )
+        raise ValueError(f"--ltd-start {start} is no multiple of --ltd-multiple {multiple}")
     if ltd.steps and ltd.share:
-        raise ValueError("--ltd-steps and --ltd-share exclude each other: give only one of them")
-    if layers < 3:
-        raise ValueError(
-            f"--layers {layers}: --ltd needs a layer between the first and the last: use 3 or"
-            " more layers, or leave out --ltd"
-        )
+        raise ValueError("--ltd-steps and --ltd-share exclude each other")
+    if ltd.layers is None and layers < 3:
+        raise ValueError(f"--layers {layers}: --ltd needs a layer between the first and the last")
     share = ltd.share if ltd.share or ltd.steps else 0.9
     return replace(ltd, start=start, share=share)

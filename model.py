@@ -73,10 +73,8 @@ class TransformerConfig:
         if self.heads % (self.kv_heads or self.heads):
             raise ValueError(f"--kv-heads {self.kv_heads} has to divide --heads {self.heads}")
         if self.pos == "rope" and self.head_width % 2:
-            raise ValueError(
-                f"--pos rope needs an even head width, but --width {self.width} / --heads"
-                f" {self.heads} is {self.head_width}"
-            )
+            is_odd = f"--width {self.width} / --heads {self.heads} is {self.head_width}"
+            raise ValueError(f"--pos rope needs an even head width, but {is_odd}")
 
     def build(self) -> "Transformer":
         return Transformer(self)

@@ -116,10 +116,7 @@ def parse_until(text: str) -> tuple[float, ...]:
     except ValueError:
         shares = (math.nan,)
     if not all(a < b for a, b in pairwise((0, *shares, 1))):
-        raise ValueError(
-            f"--pseudo-until {text}: give a share between 0 and 1 (0.1), or several in rising"
-            " order (0.02,0.05,0.1)"
-        )
+        raise ValueError(f"--pseudo-until {text}: give rising shares between 0 and 1: 0.02,0.1")
     return shares
 
 
@@ -266,21 +263,15 @@ def resolved(config: PseudoConfig, layers: int, init: str | None) -> PseudoConfi
         most = min(4, few - 1)  # a unit of all layers shares nothing
         group = few if config.layers else max((n for n in units if n <= most), default=1)
     if few > layers:
-        raise ValueError(
-            f"--pseudo-layers {few} is more than the model's {layers} layers: choose 1 to {layers}"
-        )
+        raise ValueError(f"--pseudo-layers {few} is more than the model's {layers} layers")
     if group not in units:
-        remedies = [f"choose {', '.join(map(str, units))}"] if units else []
-        remedies += ["give fewer shares"] if len(shares) > 1 else []
+        choices = ", ".join(map(str, units)) or "fewer shares"
         raise ValueError(
-            f"--pseudo-group {group} with --pseudo-until {until}: the unit must divide {few}"
-            f" layers, and still do so after each doubling: {', or '.join(remedies)}"
+            f"--pseudo-group {group} with --pseudo-until {until}: the unit, doubled at each share"
+            f" but the last, must divide {few} layers: choose {choices}"
         )
     if init is not None:
-        raise ValueError(
-            "--init and --pseudo exclude each other, because --init loads separate weights for"
-            " every layer: leave out one of them"
-        )
+        raise ValueError("--init and --pseudo exclude each other: --init has weights of all layers")
     return replace(config, until=until, group=group)
 
 

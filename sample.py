@@ -47,10 +47,8 @@ def write(
     end, start = encoding.eot_token, encoding.encode_ordinary(prompt)
     allowed = vocab_size(encoding, "gpt")
     if allowed > model.config.vocab_size:
-        raise ValueError(
-            f"tokenizer {encoding.name} has {allowed} tokens, the model {model.config.vocab_size}:"
-            " restore the tokenizer file that it was trained with"
-        )
+        size = model.config.vocab_size
+        raise ValueError(f"tokenizer {encoding.name} has {allowed} tokens, the model only {size}")
     drawn = generate(model, [end, *start], most, allowed=allowed, stop=end, **options)
     pieces = map(encoding.decode_single_token_bytes, chain(start, drawn))
     # a character is yielded once all its bytes are drawn; U+FFFD replaces what is not UTF-8

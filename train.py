@@ -90,10 +90,9 @@ def main(argv: list[str] | None = None) -> int:
             with naming_step(lambda: run.clock.step):
                 return run_training(run, data, micro_batch)
         except torch.OutOfMemoryError as error:
-            raise ValueError(
-                f"--micro-batch-size {micro_batch} is too much for this device: choose less, or add"
-                f" --checkpoint-activations or --offload ({one_line(error)})"
-            ) from None
+            remedy = "choose less, or add --checkpoint-activations or --offload"
+            too_much = f"--micro-batch-size {micro_batch} is too much for this device: {remedy}"
+            raise ValueError(f"{too_much} ({one_line(error)})") from None
 
 
 def run_training(run: Run, data: Data, micro_batch: int) -> int:

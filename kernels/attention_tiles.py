@@ -305,10 +305,8 @@ if triton is not None:
 def check(q: Tensor) -> None:
     """Refuse queries that the kernels do not support."""
     if q.shape[-1] not in HEAD_WIDTHS or q.dtype not in DTYPES:
-        raise ValueError(
-            f"impl 'triton' needs heads of width {', '.join(map(str, HEAD_WIDTHS))} in bfloat16,"
-            f" float16 or float32, not {q.shape[-1]} in {q.dtype}: choose dense"
-        )
+        needs = f"heads of width {', '.join(map(str, HEAD_WIDTHS))} and 16 or 32 bits"
+        raise ValueError(f"impl 'triton' needs {needs}, not {q.shape[-1]} in {q.dtype}")
 
 
 @lru_cache

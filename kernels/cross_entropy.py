@@ -236,15 +236,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         # torch's once_differentiable would not notice create_graph if dloss is a constant, and
         # would treat the gradients as constants too.
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "the chunked cross-entropy has no second derivative, which create_graph asks for:"
-                " call linear_cross_entropy with impl='reference'"
-            )
+            raise RuntimeError("only impl='reference' has a second derivative (create_graph)")
         if ctx.is_spent:
-            raise RuntimeError(
-                "the chunked cross-entropy scales its gradients in place and cannot do a second"
-                " backward pass (retain_graph): call linear_cross_entropy with impl='reference'"
-            )
+            raise RuntimeError("only impl='reference' has a second backward pass (retain_graph)")
         ctx.is_spent = True
         gradients = ctx.saved_tensors
         for gradient in gradients:

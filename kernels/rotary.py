@@ -32,9 +32,7 @@ class Scaling(NamedTuple):
         except (TypeError, ValueError):
             scaling = cls(0, 0, 0, 0)
         if not (0 < scaling.slow < scaling.fast < math.inf and 0 < scaling.factor < math.inf):
-            raise ValueError(
-                f"rope_scaling {text!a}: give factor:slow:fast:positions, such as 32:1:4:8192"
-            )
+            raise ValueError(f"rope_scaling {text!a} is not factor:slow:fast:positions")
         return scaling
 
     def as_published(self) -> dict[str, Any]:

@@ -251,9 +251,8 @@ def checked_impl(impl: str, x: Tensor, kept: Tensor, y: Tensor | None = None) ->
     """Check that the arguments fit together, and choose torch or triton."""
     check_impl(impl, IMPLS, x.device.type)
     if x.ndim != 3 or kept.ndim != 2 or len(x) != len(kept):
-        raise ValueError(
-            f"x {tuple(x.shape)} and kept {tuple(kept.shape)} must be (B, T, C) and (B, K)"
-        )
+        shapes = f"x {tuple(x.shape)} and kept {tuple(kept.shape)}"
+        raise ValueError(f"{shapes} must be (B, T, C) and (B, K)")
     (B, T, C), K = x.shape, kept.shape[1]
     if kept.dtype != torch.int64:
         raise ValueError(f"kept is {kept.dtype}: positions must be torch.int64")

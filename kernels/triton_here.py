@@ -66,9 +66,7 @@ def check_impl(impl: str, impls: Collection[str], device: str) -> None:
     if triton is None:
         raise ValueError("impl 'triton': Triton is not installed here, choose another")
     if device != "cuda" and isinstance(nothing, triton.JITFunction):
-        raise ValueError(
-            "impl 'triton' needs CUDA tensors, or TRITON_INTERPRET=1 set before Python starts"
-        )
+        raise ValueError("impl 'triton' needs CUDA tensors, or TRITON_INTERPRET=1 at the start")
 
 
 if triton is not None:

@@ -281,9 +281,6 @@ def micro_batch_rows(optim: OptimConfig, seq_len: int, runtime: Runtime, by_docu
         divisors = [n for n in range(1, most + 1) if share % n == 0]
         at_once = divisors[-1] if share else most
     if rows % (at_once * ranks) and not by_document:
-        raise ValueError(
-            f"--batch-tokens {optim.batch_tokens} is not a multiple of"
-            f" {at_once * ranks * seq_len}: ranks {ranks} x --micro-batch-size {at_once} x"
-            f" --seq-len {seq_len}"
-        )
+        product = f"ranks {ranks} x --micro-batch-size {at_once} x --seq-len {seq_len}"
+        raise ValueError(f"--batch-tokens {optim.batch_tokens} is no multiple of {product}")
     return at_once
