@@ -39,18 +39,21 @@ from model import TransformerConfig
 from offload import OffloadConfig
 from packing import PackConfig
 from pseudo import PseudoConfig
-from support.run import Settings, Started, newest_run, started_with
+from support.run import Started, newest_run, started_with
 from support.settings import (
+    BLOCKS,
+    SIZES,
     Flat,
+    Settings,
     as_given,
     check_limits,
     flattened,
     settings_of,
     table_of,
     unflattened,
+    with_defaults,
 )
 from support.settings import parse as parse_flags
-from support.sizes import BLOCKS, SIZES, with_defaults
 from support.weights import with_settings_of_init
 
 

@@ -35,7 +35,8 @@ from typing import NamedTuple
 import numpy as np
 
 from support.clock import MULTIPLE, pace
-from support.settings import flag, number_of
+from support.process import number_of
+from support.settings import flag, free
 
 LENGTHS = ("seqlen", "seqlen-reshape")  # metrics that limit lengths and rank no samples
 SCAN = 1 << 18  # most samples that are examined at a time
@@ -46,18 +47,29 @@ class CurriculumConfig:
     """Raw flag values, parsed by `parse_metrics`; commas separate metrics, and their values."""
 
     metric: str = flag(
-        "none", "easy first, by seqlen, seqlen-reshape, length, rarity, rarity-mean, length-rarity"
+        "--curriculum",
+        "none",
+        "easy first, by seqlen, seqlen-reshape, length, rarity, rarity-mean, length-rarity",
     )
     start: str | None = flag(
-        None, "initial difficulty (default: 1 %; seqlen: 64 tokens if packed, else a quarter row)"
+        "--curriculum-start",
+        None,
+        "initial difficulty (default: 1 %; seqlen: 64 tokens if packed, else a quarter row)",
     )
-    share: str | None = flag(None, "share of a run it grows for (default: 0.4; packed seqlen 0.9)")
+    share: str | None = flag(
+        "--curriculum-share", None, "share of a run it grows for (default: 0.4; packed seqlen 0.9)"
+    )
     pace: str | None = flag(
+        "--curriculum-pace",
         None,
         "linear, root:2, discrete:64@0.5:256 (default: root:2; seqlen linear, packed root:0.5)",
     )
-    by: str | None = flag(None, "unit of ranked metrics: percentile or value (default: percentile)")
-    index: str | None = flag(None, "folder written by analyze.py (default: the store's)", free=True)
+    by: str | None = flag(
+        "--curriculum-by", None, "unit of ranked metrics: percentile or value (default: percentile)"
+    )
+    index: str | None = free(
+        "--curriculum-index", None, "folder written by analyze.py (default: the store's)"
+    )
 
     @property
     def on(self) -> bool:

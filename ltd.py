@@ -44,16 +44,31 @@ MODES, PACES = ("random", "bypass"), ("linear", "root", "constant")
 
 @dataclass(frozen=True)
 class LtdConfig:
-    on: bool = flag(False, "drop random tokens in all layers except the first and last")
-    mode: str = flag("random", "draw per layer, or once for all, as in TokenBypass", choices=MODES)
-    start: int | None = flag(None, "tokens kept at the start (default: --seq-len / 16)", least=1)
-    pace: str = flag("constant", "how kept tokens grow; constant: jump at the end", choices=PACES)
-    share: float | None = flag(None, "share of a run with dropping (default: 0.9)", above=0, most=1)
-    steps: int | None = flag(None, "optimizer steps with dropping, instead of a share", least=1)
-    multiple: int | None = flag(
-        None, "kept tokens grow in steps of this (default: 16 or more; at most 8 sizes)", least=1
+    on: bool = flag("--ltd", False, "drop random tokens in all layers except the first and last")
+    mode: str = flag(
+        "--ltd-mode", "random", "draw per layer, or once for all, as in TokenBypass", MODES
     )
-    layers: str | None = flag(None, "layers, from 0: 1-10,12 (default: all but first and last)")
+    start: int | None = flag(
+        "--ltd-start", None, "tokens kept at the start (default: --seq-len / 16)", least=1
+    )
+    pace: str = flag(
+        "--ltd-pace", "constant", "how kept tokens grow; constant: jump at the end", PACES
+    )
+    share: float | None = flag(
+        "--ltd-share", None, "share of a run with dropping (default: 0.9)", above=0, most=1
+    )
+    steps: int | None = flag(
+        "--ltd-steps", None, "optimizer steps with dropping, instead of a share", least=1
+    )
+    multiple: int | None = flag(
+        "--ltd-multiple",
+        None,
+        "kept tokens grow in steps of this (default: 16 or more; at most 8 sizes)",
+        least=1,
+    )
+    layers: str | None = flag(
+        "--ltd-layers", None, "layers, from 0: 1-10,12 (default: all but first and last)"
+    )
 
 
 # ---- the schedule

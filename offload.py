@@ -48,8 +48,9 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from support.optim import Optimizers, state_bytes
+from support.process import bytes_of, short
 from support.runtime import Runtime
-from support.settings import bytes_of, flag, short
+from support.settings import free
 
 if TYPE_CHECKING:
     from model import Block, BlockRunner, TokenMeta, Transformer
@@ -57,9 +58,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    on: bool = flag(False, "move what exceeds --offload-budget to CPU memory", free=True)
-    budget: str = flag(
-        "auto", "memory for weights, gradients, state: 6GiB; auto: half of what is free", free=True
+    on: bool = free("--offload", False, "move what exceeds --offload-budget to CPU memory")
+    budget: str = free(
+        "--offload-budget",
+        "auto",
+        "memory for weights, gradients, state: 6GiB; auto: half of what is free",
     )
 
 

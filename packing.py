@@ -34,7 +34,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from support.settings import count, flag
+from support.process import count
+from support.settings import flag
 
 # lpfhp   longest pack first: best fit, the longest documents first
 # spfhp   shortest pack first: worst fit, the longest documents first
@@ -47,12 +48,19 @@ MOST = 100_000  # most patterns it may weigh at all: a matrix of 400 MB at lengt
 
 @dataclass(frozen=True)
 class PackConfig:
-    on: bool = flag(False, "fill rows with pieces of documents, kept apart by a mask")
-    max_per_row: int | None = flag(None, "most pieces in a row (default: as many as fit)", least=1)
-    batch: str | None = flag(
-        None, "what stays constant per step (default: rows; BERT documents)", ("rows", "documents")
+    on: bool = flag("--pack", False, "fill rows with pieces of documents, kept apart by a mask")
+    max_per_row: int | None = flag(
+        "--pack-max-per-row", None, "most pieces in a row (default: as many as fit)", least=1
     )
-    packer: str = flag(DEFAULT, "algorithm; nnlshp needs SciPy and can take minutes", PACKERS)
+    batch: str | None = flag(
+        "--pack-batch",
+        None,
+        "what stays constant per step (default: rows; BERT documents)",
+        ("rows", "documents"),
+    )
+    packer: str = flag(
+        "--pack-packer", DEFAULT, "algorithm; nnlshp needs SciPy and can take minutes", PACKERS
+    )
 
 
 def resolved(config: PackConfig, seq_len: int, is_bert: bool) -> PackConfig:

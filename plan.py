@@ -51,9 +51,9 @@ from mixture import AnyStore, MixedSamples
 from model import Batch, TransformerConfig
 from support.clock import MULTIPLE, Clock, Cursor, StepContext, effective_tokens, seed_of, shuffled
 from support.optim import state_bytes
+from support.process import duration, several, short
 from support.run import Run, read_log
 from support.runtime import Runtime, on_device
-from support.settings import duration, several, short
 from support.sizes import empty_model, flops_of_step, parameters_in_words
 
 WINDOW_STEPS = 16  # steps whose samples are packed together, which gives rows for about ten steps
@@ -427,8 +427,9 @@ def announce(plan: Plan, run: Run, micro_batch: int) -> None:
     epochs = ahead.tokens / max(store.meta["train_tokens"], 1)
     line = f"ahead: about {ahead} ({epochs:,.2f} epochs"
     line += f"; {REPEATED})" if epochs > MANY_EPOCHS else ")"
-    if any(getattr(s, name).on for name in TECHNIQUES):
-        line += f"; without techniques: about {plan.without_techniques().forecast(run.clock)}"
+    plain = plan.without_techniques().forecast(run.clock)
+    if plain != ahead:
+        line += f"; without techniques: about {plain}"
     say(line)
 
 

@@ -40,7 +40,7 @@ import tiktoken
 from tqdm import tqdm
 
 from support import process, store
-from support.settings import several, whole_number
+from support.process import several, whole_number
 
 BLOCK = 1 << 22  # characters of text, or tokens, read at a time
 BATCH = 256  # documents that threads encode together

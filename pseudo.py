@@ -54,15 +54,22 @@ STATES = ("reset", "rescale", "copy")
 
 @dataclass(frozen=True)
 class PseudoConfig:
-    on: bool = flag(False, "start with layers that share weights, or with fewer layers")
-    group: int | None = flag(None, "layers in the repeated unit (default: at most 4)", least=1)
+    on: bool = flag("--pseudo", False, "start with layers that share weights, or with fewer layers")
+    group: int | None = flag(
+        "--pseudo-group", None, "layers in the repeated unit (default: at most 4)", least=1
+    )
     until: str | None = flag(
+        "--pseudo-until",
         None,
         "share of a run before layers get their own weights; 0.05,0.1: units double at 0.05"
         " (default: 0.05; with --pseudo-layers 0.75)",
     )
-    state: str = flag("reset", "optimizer state of layers that stop sharing", choices=STATES)
-    layers: int | None = flag(None, "layers at the start (default: all)", least=1)
+    state: str = flag(
+        "--pseudo-state", "reset", "optimizer state of layers that stop sharing", STATES
+    )
+    layers: int | None = flag(
+        "--pseudo-layers", None, "layers at the start (default: all)", least=1
+    )
 
 
 # ---- stages

@@ -39,9 +39,9 @@ import numpy as np
 
 import config
 import pseudo
-from support.process import Parser, exit_cleanly
+from support.process import PREFIXES, Parser, duration, exit_cleanly, real_number, several, short
 from support.run import read_log
-from support.settings import PREFIXES, duration, flattened, real_number, settings_of, several, short
+from support.settings import flattened, settings_of
 from support.store import atomic_write
 
 FRAME = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")

@@ -55,7 +55,7 @@ from support.checkpoint import assign
 from support.clock import StepContext, due, generator, seed_of
 from support.fsdp import shard, sync_gradients
 from support.optim import Optimizers, learning_rate, state_bytes
-from support.process import StopSignal, exit_cleanly, one_line
+from support.process import StopSignal, exit_cleanly, one_line, short
 from support.run import Log, Run, commit
 from support.runtime import (
     Runtime,
@@ -66,7 +66,6 @@ from support.runtime import (
     start,
     sum_of_bits,
 )
-from support.settings import short
 from support.sizes import empty_model, micro_batch_rows, parameter_count, peak_flops
 from support.weights import initial_model, model_size
 

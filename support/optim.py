@@ -27,7 +27,6 @@ its core), and the learning rate, a function of the clock.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -37,37 +36,10 @@ from torch.optim.adamw import adamw
 
 from support.clock import Clock, lr_clock
 from support.fsdp import as_dtensor, is_shard, norm_over_ranks, rows_here
-from support.settings import flag
+from support.settings import OptimConfig
 
-SCHEDULES = ("cosine", "linear", "wsd")
 DECAY_SHARE = 0.2  # of the budget, over which wsd decays
 BETA1 = 0.9  # AdamW's first-moment decay
-
-
-@dataclass(frozen=True)
-class OptimConfig:
-    tokens: int | None = flag(
-        None, "budget in consumed tokens; --resume may raise it (default: by --size)", least=1
-    )
-    schedule_tokens: int | None = flag(None, "first budget, which schedules follow", hidden=True)
-    batch_tokens: int | None = flag(None, "tokens per step, in total (default: by --size)", least=1)
-    micro_batch_size: int | None = flag(
-        None, "rows in a rank's forward pass (default: by device and --seq-len)", least=1, free=True
-    )
-    optimizer: str = flag("muon", "muon for the blocks' matrices; adamw for all", ("adamw", "muon"))
-    lr: float | None = flag(None, "peak learning rate (default: by --size)", above=0)
-    min_lr: float = flag(0.0, "final learning rate, as a share of --lr", least=0, most=1)
-    schedule: str = flag("linear", "how the learning rate decays", SCHEDULES)
-    lr_clock: str = flag(
-        "consumed-tokens", "what the --lr schedule counts", ("consumed-tokens", "layer-tokens")
-    )
-    warmup_tokens: int | None = flag(None, "tokens of linear warmup (default: 2 % of --tokens)")
-    weight_decay: float = flag(0.1, "decay of matrices and embeddings", least=0)
-    beta2: float | None = flag(
-        None, "AdamW's beta2 (default: 0.95, nano GPT 0.99, BERT 0.999)", least=0, below=1
-    )
-    loss_per: str = flag("token", "units that weigh the same in the loss", ("token", "document"))
-    grad_clip: float = flag(1.0, "maximum gradient norm; 0: no clipping", least=0)
 
 
 # ---- the optimizers

@@ -34,7 +34,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -45,24 +45,13 @@ from tqdm import tqdm
 
 from support import checkpoint
 from support.clock import Clock, due, lr_clock
-from support.optim import OptimConfig, decay_start
-from support.process import ROOT, peak_memory
+from support.optim import decay_start
+from support.process import ROOT, peak_memory, short
 from support.runtime import Runtime, check_agreement, made_by
-from support.settings import DataConfig, Flat, RunConfig, flattened, short
-from support.sizes import ModelConfig
+from support.settings import Flat, Settings, flattened
 from support.store import atomic_write, folder_lock
 
 LINE_SECONDS = 60  # between progress lines when there is no terminal for a progress bar
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The groups of settings that every run has; config.py adds one for each technique."""
-
-    run: RunConfig = field(default_factory=RunConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
 
 
 class ModelSize(NamedTuple):

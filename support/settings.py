@@ -1,75 +1,364 @@
-"""Settings as frozen dataclasses, one field per flag; and numbers as people write and read them.
+"""Settings as frozen dataclasses, one field per flag, and the groups that every run has.
 
     @dataclass(frozen=True)
     class LtdConfig:
-        on: bool = flag(False, "drop random tokens ...")             --ltd, --no-ltd
-        start: int | None = flag(None, "tokens per row ...", least=1)  --ltd-start 64
+        on: bool = flag("--ltd", False, "drop random tokens ...")              --ltd, --no-ltd
+        start: int | None = flag("--ltd-start", None, "...", least=1)          --ltd-start 64
 
-A group with a field or property `on` belongs to a technique: its first setting is the switch, named
-like the technique (--ltd), and the name is the prefix of all other flags (--ltd-start). Between the
-command line and the dataclasses, settings are flat, {"ltd.start": 64}, and hold only what was
-given. Besides its help, a field may have:
+A dataclass is a group. `Settings` holds the groups that every run has; `Config` in config.py adds
+one for each technique, whose switch is its field or property `on`. Between the command line and the
+dataclasses, settings are flat, {"ltd.start": 64}, and hold only what was given:
 
-    choices                      the allowed values
-    least, above, most, below    the limits of a number
-    free                         --resume may change it: it says where or how fast, not what
-    without_value                the value that the flag alone stands for
-    hidden                       no flag: the value follows from other settings and is saved
-                                 with them
+    parse          --ltd-start 64       ->  {"ltd.start": 64}
+    with_defaults  fills in what follows from --size: layers, batch, learning rate ...
+    unflattened    {"ltd.start": 64}    ->  Config(ltd=LtdConfig(start=64), ...)
+    flattened      the way back, for config.json and checkpoints
 
-Every run has the groups RunConfig and DataConfig, which are here, ModelConfig in sizes.py and
-OptimConfig in optim.py. Each technique's group is in its file, and config.py combines them all.
+In reading order: one setting; named sizes; the groups; the defaults that follow from a size; the
+command line; flat settings.
 """
 
 import argparse
-import math
-import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from datetime import timedelta
 from functools import cache
-from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args
 
-from support.process import Parser
+from support.process import Parser, real_number, whole_number
 
 Value = str | int | float | bool | None  # of a setting
 Flat = dict[str, Value]  # {"group.field": value}
 Groups = TypeVar("Groups")  # a dataclass of groups: Config
-
-
-def flag(default: Value, help: str, choices: tuple[str, ...] | None = None, **more: object) -> Any:
-    """Make a field of a group; `more` may be any of the keys listed at the top of this file."""
-    return field(default=default, metadata={"help": help, "choices": choices, **more})
-
-
-def free(default: Value, help: str, choices: tuple[str, ...] | None = None, **more: object) -> Any:
-    """Make a flag that may differ when a run is resumed."""
-    return flag(default, help, choices, free=True, **more)
+SCHEDULES = ("cosine", "linear", "wsd")
 
 
 class Setting(NamedTuple):
-    flag: str  # --seq-len, --ltd, --ltd-start
-    kind: type  # of its value, which may also be None: not decided yet
+    kind: type  # of the value, which may also be None: not decided yet
     default: Value
-    about: Mapping[str, Any]  # help, choices, limits, ...
+    flag: str  # "" if the value follows from other settings, with which it is saved
+    help: str
+    choices: tuple[str, ...] = ()
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    free: bool = False  # --resume may change it: it says where or how fast, not what
+    without_value: str | None = None  # what the flag alone stands for
+
+    def allows(self, value: Value) -> bool:
+        if self.choices:
+            return value in self.choices
+        return (
+            (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most)
+            and (self.below is None or value < self.below)
+        )
+
+    def allowed(self) -> str:
+        """Describe the allowed values. Example: at least 0 and below 1"""
+        ends = (
+            ("at least", self.least),
+            ("above", self.above),
+            ("at most", self.most),
+            ("below", self.below),
+        )
+        limits = [f"{words} {limit}" for words, limit in ends if limit is not None]
+        return " or ".join(self.choices) or " and ".join(limits)
+
+    def default_in_words(self) -> str:
+        if isinstance(self.default, bool):
+            return "on" if self.default else "off"
+        return "" if self.default is None else str(self.default)
+
+
+def flag(
+    written: str, default: Value, help: str, choices: tuple[str, ...] = (), **more: object
+) -> Any:
+    """Make a field of a group; `more` are other fields of `Setting`."""
+    about = {"flag": written, "help": help, "choices": choices, **more}
+    return field(default=default, metadata=about)
+
+
+def free(
+    written: str, default: Value, help: str, choices: tuple[str, ...] = (), **more: object
+) -> Any:
+    """Make a flag that may differ when a run is resumed."""
+    return flag(written, default, help, choices, free=True, **more)
 
 
 @cache
 def settings_of(config_class: type) -> dict[str, Setting]:
     """List every setting by its name, group.field, in the order of the fields."""
     settings = {}
-    for part in fields(config_class):
-        group = part.default_factory
-        hints = get_type_hints(group)
-        for number, item in enumerate(fields(group)):
-            words = item.name
-            if hasattr(group, "on"):
-                words = f"{part.name}_{item.name}" if number else part.name
-            written = "--" + words.replace("_", "-")
-            kind = (get_args(hints[item.name]) or (hints[item.name],))[0]
-            setting = Setting(written, kind, item.default, item.metadata)
-            settings[f"{part.name}.{item.name}"] = setting
+    for group in fields(config_class):
+        for item in fields(group.type):
+            kind = next(iter(get_args(item.type)), item.type)  # int, of the annotation int | None
+            setting = Setting(kind, item.default, **item.metadata)
+            settings[f"{group.name}.{item.name}"] = setting
     return settings
+
+
+# ---- named sizes
+
+
+class Size(NamedTuple):
+    layers: int
+    heads: int
+    width: int
+    seq_len: int  # default tokens per row, and the number of learned positions
+    tokens: int  # default budget
+    batch_tokens: int
+    lr: float
+
+
+# Dimensions. nano: ours. 1.3B: arXiv 2005.14165, table 2.1, but with 16 heads, as in the Data
+# Efficiency paper's GPT-3. The others: as published with GPT-2 and BERT.
+# Budget, batch and learning rate. nano: measured here (docs/method.md). GPT: GPT-3's batch and
+# learning rate (arXiv 2005.14165, table 2.1), and 20 tokens per parameter (arXiv 2203.15556). BERT:
+# arXiv 1810.04805.
+SIZES = {  # layers, heads, width, seq_len; tokens, batch_tokens, lr
+    "nano": Size(4, 4, 128, 2048, 2_200_000, 8_192, 2e-2),
+    "124M": Size(12, 12, 768, 1024, 2_500_000_000, 524_288, 6e-4),
+    "350M": Size(24, 16, 1024, 1024, 7_000_000_000, 524_288, 3e-4),
+    "774M": Size(36, 20, 1280, 1024, 15_500_000_000, 524_288, 2.5e-4),
+    "1.3B": Size(24, 16, 2048, 2048, 26_000_000_000, 1_048_576, 2e-4),
+    "bert-base": Size(12, 12, 768, 512, 2_200_000_000, 131_072, 1e-4),
+    "bert-large": Size(24, 16, 1024, 512, 6_800_000_000, 131_072, 1e-4),
+}
+BLOCKS = {  # --block -> fields of `TransformerConfig`
+    "gpt2": {"norm": "layernorm", "mlp": "gelu", "bias": True},
+    "llama": {"norm": "rmsnorm", "mlp": "swiglu", "bias": False},
+}
+
+
+# ---- the groups
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where a run is kept, where it computes, and how often it evaluates and saves."""
+
+    out: str | None = free(
+        "--out", None, "folder for log, checkpoints, settings (default: a new one)"
+    )
+    resume: str | None = free(
+        "--resume",
+        None,
+        "continue the run in --out, or the newest; auto: start one if --out has none",
+        ("last", "best", "auto"),
+        without_value="last",
+    )
+    seed: int = flag("--seed", 1337, "seed of initial weights, data order and every random choice")
+    device: str = free("--device", "auto", "device to compute on", ("auto", "cpu", "cuda", "mps"))
+    dtype: str = flag(
+        "--dtype", "auto", "precision; auto: bf16 on Ampere or newer", ("auto", "fp32", "bf16")
+    )
+    compile: str = free(
+        "--compile",
+        "auto",
+        "compile the blocks; auto: on a GPU",
+        ("auto", "on", "off"),
+        without_value="on",
+    )
+    checkpoint_activations: bool = free(
+        "--checkpoint-activations", False, "recompute blocks in backward to save memory"
+    )
+    fsdp: bool = free("--fsdp", False, "shard weights, gradients and optimizer state across ranks")
+    eval_every: int | None = free(
+        "--eval-every", None, "in tokens; 0: only at the end (default: --tokens / 5)"
+    )
+    eval_tokens: int = free(
+        "--eval-tokens", 32768, "held-out tokens per evaluation but the final one", least=1
+    )
+    final_eval_tokens: int = free(
+        "--final-eval-tokens", 1000000, "maximum held-out tokens at the end", least=1
+    )
+    checkpoint_every: int | None = free(
+        "--checkpoint-every",
+        None,
+        "tokens between checkpoints; 0: only at the end (default: --tokens / 10)",
+    )
+    keep: int = free(
+        "--keep", 2, "how many of the newest checkpoints to keep, besides the best", least=1
+    )
+    wandb: bool = free("--wandb", False, "log to Weights & Biases too (WANDB_MODE=offline works)")
+    dry_run: bool = free("--dry-run", False, "print what the run would take, then exit")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What a run reads."""
+
+    data: str | None = free(
+        "--data",
+        None,
+        "store from prepare.py, or a mixture: a=0.7,b=0.3 (default: the embedded corpus)",
+    )
+    tokenizer: str | None = flag(
+        "--tokenizer",
+        None,
+        "pd4k, bytes, gpt2, FILE.tiktoken or tokenizer.model (default: the store's, or pd4k)",
+    )
+    seq_len: int | None = flag(
+        "--seq-len", None, "tokens per row (default: by --size)", least=8, below=2**31
+    )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Everything that decides a model.
+
+    To add an option, pass it on in config.py's `transformer_config` to model.py's
+    `TransformerConfig`; its cost follows from the matrices that it adds.
+    """
+
+    model: str = flag(
+        "--model", "gpt", "gpt predicts the next token, bert masked ones", ("gpt", "bert")
+    )
+    size: str = flag("--size", "nano", "sets dimensions, budget and learning rate", tuple(SIZES))
+    block: str = flag(
+        "--block", "gpt2", "llama: RMSNorm, SwiGLU, rotary positions, no biases", tuple(BLOCKS)
+    )
+    qk_norm: bool = flag("--qk-norm", False, "RMSNorm on each head's queries and keys")
+    kv_heads: int | None = flag(
+        "--kv-heads", None, "key/value heads (default: --heads)", least=1, most=4096
+    )
+    pos: str | None = flag(
+        "--pos",
+        None,
+        "positions (default: rope for nano and llama, else learned)",
+        ("learned", "rope"),
+    )
+    rope_theta: float = flag("", 10000.0, "base of the rotary angles")
+    rope_scaling: str | None = flag("", None, "Llama 3.1's, factor:slow:fast:positions")
+    tied: bool | None = flag(
+        "--tied", None, "tie output head and embedding (default: on, except nano GPT)"
+    )
+    layers: int | None = flag(
+        "--layers", None, "number of blocks (default: by --size)", least=1, most=4096
+    )
+    heads: int | None = flag(
+        "--heads", None, "attention heads (default: by --size)", least=1, most=4096
+    )
+    width: int | None = flag(
+        "--width", None, "hidden size (default: by --size)", least=1, most=2**17
+    )
+    mlp_width: int | None = flag("", None, "of the MLP: 4 x --width, for llama 8/3")
+    # gelu_new is GPT-2's approximation, gelu is exact; None: by --pos
+    activation: str | None = flag("", None, "GELU", ("gelu_new", "gelu"))
+    dropout: float = flag(
+        "--dropout", 0.0, "share of activations zeroed in training", least=0, below=1
+    )
+    nsp: bool = flag("--nsp", False, "BERT also learns whether two texts follow each other")
+    init: str | None = flag(
+        "--init", None, "start from the weights of a run, or of GPT-2, BERT or Llama"
+    )
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    tokens: int | None = flag(
+        "--tokens",
+        None,
+        "budget in consumed tokens; --resume may raise it (default: by --size)",
+        least=1,
+    )
+    schedule_tokens: int | None = flag("", None, "first budget, which schedules follow")
+    batch_tokens: int | None = flag(
+        "--batch-tokens", None, "tokens per step, in total (default: by --size)", least=1
+    )
+    micro_batch_size: int | None = free(
+        "--micro-batch-size",
+        None,
+        "rows in a rank's forward pass (default: by device and --seq-len)",
+        least=1,
+    )
+    optimizer: str = flag(
+        "--optimizer", "muon", "muon for the blocks' matrices; adamw for all", ("adamw", "muon")
+    )
+    lr: float | None = flag("--lr", None, "peak learning rate (default: by --size)", above=0)
+    min_lr: float = flag(
+        "--min-lr", 0.0, "final learning rate, as a share of --lr", least=0, most=1
+    )
+    schedule: str = flag("--schedule", "linear", "how the learning rate decays", SCHEDULES)
+    lr_clock: str = flag(
+        "--lr-clock",
+        "consumed-tokens",
+        "what the --lr schedule counts",
+        ("consumed-tokens", "layer-tokens"),
+    )
+    warmup_tokens: int | None = flag(
+        "--warmup-tokens", None, "tokens of linear warmup (default: 2 % of --tokens)"
+    )
+    weight_decay: float = flag("--weight-decay", 0.1, "decay of matrices and embeddings", least=0)
+    beta2: float | None = flag(
+        "--beta2",
+        None,
+        "AdamW's beta2 (default: 0.95, nano GPT 0.99, BERT 0.999)",
+        least=0,
+        below=1,
+    )
+    loss_per: str = flag(
+        "--loss-per", "token", "units that weigh the same in the loss", ("token", "document")
+    )
+    grad_clip: float = flag("--grad-clip", 1.0, "maximum gradient norm; 0: no clipping", least=0)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The groups of settings that every run has; config.py adds one for each technique."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+
+
+# ---- the defaults that follow from a size
+
+
+def with_defaults(settings: Flat) -> Flat:
+    """Fill in the settings that follow from --size or from other settings."""
+    s = {name: value for name, value in settings.items() if value is not None}
+    name = s.setdefault("model.size", "nano")
+    size = SIZES[name]
+    s.setdefault("model.layers", size.layers)
+    s.setdefault("model.heads", size.heads)
+    s.setdefault("model.width", size.width)
+    is_llama, width = s.get("model.block") == "llama", s["model.width"]
+    s.setdefault("model.kv_heads", s["model.heads"])
+    s.setdefault("model.mlp_width", swiglu_width(width) if is_llama else 4 * width)
+    new_nano = name == "nano" and "model.init" not in s
+    s.setdefault("model.pos", "rope" if is_llama or new_nano else "learned")
+    is_bert = s.get("model.model") == "bert"
+    s.setdefault("model.tied", not new_nano or is_bert)
+    # A BERT's documents are padded unless packed: its rows are as long as the published ones.
+    T = s.setdefault("data.seq_len", min(size.seq_len, 512) if is_bert else size.seq_len)
+    s.setdefault("optim.tokens", size.tokens)
+    s.setdefault("optim.schedule_tokens", s["optim.tokens"])
+    s.setdefault("optim.batch_tokens", max(size.batch_tokens // T, 1) * T)
+    s.setdefault("optim.lr", size.lr)
+    # Published values for BERT and for GPT (GPT-3, appendix B); measured here for a nano GPT. With
+    # --init the size is known if it names a run, and may be missing for published weights.
+    is_nano = new_nano or settings.get("model.size") == "nano"
+    s.setdefault("optim.beta2", 0.999 if is_bert else 0.99 if is_nano else 0.95)
+    s.setdefault("optim.warmup_tokens", s["optim.tokens"] // 50)
+    s.setdefault("run.eval_every", max(s["optim.tokens"] // 5, 1))
+    s.setdefault("run.checkpoint_every", max(s["optim.tokens"] // 10, 1))
+    return s
+
+
+def usual_lr(settings: Flat) -> float:
+    """Return the learning rate of the --size that is nearest in width, among GPTs or BERTs."""
+    width, is_bert = with_defaults(settings)["model.width"], settings.get("model.model") == "bert"
+    alike = [name for name in SIZES if name == "nano" or name.startswith("bert") == is_bert]
+    return SIZES[min(alike, key=lambda name: abs(SIZES[name].width - width))].lr
+
+
+def swiglu_width(width: int) -> int:
+    """Return 2/3 of 4 C, rounded up as Llama does: then the gate adds no weights."""
+    multiple = 64 if width <= 1024 else 256
+    return -(-8 * width // (3 * multiple)) * multiple
 
 
 # ---- the command line
@@ -81,23 +370,22 @@ def parse(config_class: type, argv: list[str], prog: str, description: str) -> F
     Raises: ValueError for an unknown flag or a value that is not allowed
     """
     parser = Parser(prog=prog, description=description)
-    groups = {part.name: parser.add_argument_group(part.name) for part in fields(config_class)}
-    for name, (written, kind, default, about) in settings_of(config_class).items():
-        if about.get("hidden"):
+    groups = {group.name: parser.add_argument_group(group.name) for group in fields(config_class)}
+    for name, setting in settings_of(config_class).items():
+        if not setting.flag:
             continue
-        shown = shown_default(default)
-        text = f"{about['help']} (default: {shown})" if shown else about["help"]
+        default = setting.default_in_words()
+        text = f"{setting.help} (default: {default})" if default else setting.help
         options = {"dest": name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
-        if kind is bool:
+        if setting.kind is bool:
             options["action"] = argparse.BooleanOptionalAction
         else:
-            choices = about["choices"]
-            options["type"] = {int: whole_number, float: real_number}.get(kind, kind)
-            options["choices"] = choices
-            options["metavar"] = "|".join(choices) if choices else kind.__name__.upper()
-        if "without_value" in about:
-            options |= {"nargs": "?", "const": about["without_value"]}
-        groups[name.partition(".")[0]].add_argument(written, **options)
+            options["type"] = {int: whole_number, float: real_number, str: str}[setting.kind]
+            options["choices"] = setting.choices or None
+            options["metavar"] = "|".join(setting.choices) or setting.kind.__name__.upper()
+        if setting.without_value:
+            options |= {"nargs": "?", "const": setting.without_value}
+        groups[name.partition(".")[0]].add_argument(setting.flag, **options)
     given = vars(parser.parse_args(argv))
     check_limits(config_class, given)
     return given
@@ -108,50 +396,31 @@ def check_limits(config_class: type, flat: Flat, file: str = "") -> None:
 
     Raises: ValueError naming the flag, or the file that the settings come from and its entry
     """
-    where = file and f"{file}: "
+    where = f"{file}: " if file else ""
     for name, value in flat.items():
-        if name not in settings_of(config_class):
+        setting = settings_of(config_class).get(name)
+        if setting is None:
             raise ValueError(f"{where}{name} is not a setting of this version of train.py")
-        written, _, _, about = settings_of(config_class)[name]
-        if value is None:
-            continue
-        allowed, holds = [], True
-        if choices := about["choices"]:
-            allowed.append(" or ".join(choices))
-            holds = value in choices
-        for limit, words, compare in (
-            ("least", "at least", float.__ge__),
-            ("above", "above", float.__gt__),
-            ("most", "at most", float.__le__),
-            ("below", "below", float.__lt__),
-        ):
-            if limit in about:
-                allowed.append(f"{words} {about[limit]}")
-                holds = holds and compare(float(value), float(about[limit]))
-        if not holds:
-            must = f"{where}{name if file else written} must be {' and '.join(allowed)}"
-            raise ValueError(f"{must}, got {value}: {about['help']}")
+        if value is not None and not setting.allows(value):
+            written = name if file else setting.flag
+            raise ValueError(
+                f"{where}{written} must be {setting.allowed()}, got {value}: {setting.help}"
+            )
 
 
 def table_of(config_class: type) -> str:
     """Format every flag as a row of a markdown table, in the order of --help."""
     rows = ["| flag | default | what it does |", "|---|---|---|"]
-    for written, _, default, about in settings_of(config_class).values():
-        if not about.get("hidden"):
-            text, _, words = about["help"].partition(" (default: ")
-            usual = words[:-1] or shown_default(default)
-            choices = f" ({', '.join(about['choices'])})" if about["choices"] else ""
-            rows.append(f"| `{written}` | {usual} | {text}{choices} |")
+    for setting in settings_of(config_class).values():
+        if setting.flag:
+            text, _, words = setting.help.partition(" (default: ")
+            default = words.removesuffix(")") or setting.default_in_words()
+            choices = f" ({', '.join(setting.choices)})" if setting.choices else ""
+            rows.append(f"| `{setting.flag}` | {default} | {text}{choices} |")
     return "\n".join(rows)
 
 
-def shown_default(default: Value) -> str:
-    if isinstance(default, bool):
-        return "on" if default else "off"
-    return "" if default is None else str(default)
-
-
-# ---- flat settings and dataclasses
+# ---- flat settings
 
 
 def unflattened(config_class: type[Groups], flat: Flat) -> Groups:
@@ -159,22 +428,22 @@ def unflattened(config_class: type[Groups], flat: Flat) -> Groups:
 
     Raises: ValueError for a setting of a technique that is off
     """
-    groups: dict[str, Flat] = {part.name: {} for part in fields(config_class)}
+    given: dict[str, Flat] = {group.name: {} for group in fields(config_class)}
     for name, value in flat.items():
-        group, _, setting = name.partition(".")
-        groups[group][setting] = value
-    parts = {part.name: part.default_factory(**groups[part.name]) for part in fields(config_class)}
+        group, _, item = name.partition(".")
+        given[group][item] = value
+    groups = {group.name: group.type(**given[group.name]) for group in fields(config_class)}
     for name, value in flat.items():
         group, setting = name.partition(".")[0], settings_of(config_class)[name]
-        if not getattr(parts[group], "on", True) and value != setting.default:
-            given = as_given(setting.flag, value)
-            raise ValueError(f"{given} has no effect without --{group}: add it")
-    return config_class(**parts)
+        if not getattr(groups[group], "on", True) and value != setting.default:
+            given_as = as_given(setting.flag, value)
+            raise ValueError(f"{given_as} has no effect without --{group}: add it")
+    return config_class(**groups)
 
 
 def flattened(config: object) -> Flat:
     """A configuration -> {"group.field": value}."""
-    return {f"{g}.{name}": v for g, part in asdict(config).items() for name, v in part.items()}
+    return {f"{g}.{name}": v for g, group in asdict(config).items() for name, v in group.items()}
 
 
 def as_given(written: str, value: Value) -> str:
@@ -186,136 +455,7 @@ def as_given(written: str, value: Value) -> str:
     return f"{written} {value}"
 
 
-def as_flags(settings: Flat) -> str:
+def as_flags(flat: Flat) -> str:
     """Example: {"model.layers": 3, "model.tied": False} -> --layers 3 --no-tied"""
-    flags = {"--" + name.partition(".")[2].replace("_", "-"): v for name, v in settings.items()}
-    return " ".join(as_given(written, value) for written, value in flags.items())
-
-
-# ---- numbers as people write them
-
-
-def number_of(text: str) -> float:
-    """Read 2000000, 2e6, 2M or 1.5B; nan if the text is not a number."""
-    power = {"K": "e3", "M": "e6", "B": "e9", "T": "e12"}.get(text[-1:].upper(), "")
-    try:
-        # Not a product: 2.05e6 is a whole number, 2.05 * 1e6 is not.
-        return float(text[:-1] + power if power else text)
-    except ValueError:
-        return math.nan
-
-
-def whole_number(text: str, least: int = 0) -> int:
-    """Read a whole number for argparse: 2000000, 2e6, 2M, 1.5B."""
-    number = number_of(text)
-    if not (least <= number < 2**63 and number == int(number)):
-        example = f"a whole number of at least {least}, such as 4096, 2e6 or 1.5B"
-        raise argparse.ArgumentTypeError(f"{text} is not {example}")
-    return int(number)
-
-
-def count(text: str) -> int:
-    """Read a whole number above 0 for argparse."""
-    return whole_number(text, least=1)
-
-
-def real_number(text: str) -> float:
-    """Read a finite number for argparse: not every setting has limits that refuse nan and inf."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise argparse.ArgumentTypeError(f"{text} is not a number such as 0.1 or 3e-4")
-    return number
-
-
-BYTES = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
-BYTES |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-
-
-def bytes_of(written: str, text: str) -> int:
-    """Read a flag's amount of memory, such as 6GiB or 800MB; ValueError names the flag."""
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?) ?([A-Za-z]*)", text)
-    if match is None or match[2] not in BYTES or float(match[1]) == 0:
-        raise ValueError(f"{written} {text}: write an amount such as 6GiB, 800MB or auto")
-    return int(float(match[1]) * BYTES[match[2]])
-
-
-# ---- numbers as messages show them
-
-PREFIXES = ("", "K", "M", "B", "T", "P", "E")
-
-
-def short(value: float, unit: str = "") -> str:
-    """Format a number to three digits; 10^9 is B, as for tokens, or G before a unit.
-
-    Example:  61440 -> "61.4 K", 1.23e12 -> "1.23 T", 950 -> "950"; 2.5e9, "FLOP" -> "2.50 GFLOP"
-    """
-    if not math.isfinite(value):
-        return ""
-    power = 0
-    while abs(value) >= 999.5 and power < len(PREFIXES) - 1:
-        value /= 1000
-        power += 1
-    text = f"{value:#.3g}".rstrip(".") if power and value < 999.5 else f"{value:.0f}"
-    prefix = "G" if unit and PREFIXES[power] == "B" else PREFIXES[power]
-    return f"{text} {prefix}{unit}".strip()
-
-
-def several(number: int, what: str) -> str:
-    """Example: 1, "seed" -> "1 seed"; 2500, "step" -> "2,500 steps" """
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def duration(seconds: float) -> str:
-    """Example: 8.24 -> "8.2 s", 754 -> "0:12:34", 9e4 -> "1 day, 1:00:00" """
-    if not math.isfinite(seconds):
-        return ""
-    return f"{seconds:.1f} s" if seconds < 100 else str(timedelta(seconds=round(seconds)))
-
-
-# ---- groups
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """Where a run is kept, where it computes, and how often it evaluates and saves."""
-
-    out: str | None = free(None, "folder for log, checkpoints, settings (default: a new one)")
-    resume: str | None = free(
-        None,
-        "continue the run in --out, or the newest; auto: start one if --out has none",
-        ("last", "best", "auto"),
-        without_value="last",
-    )
-    seed: int = flag(1337, "seed of initial weights, data order and every random choice")
-    device: str = free("auto", "device to compute on", ("auto", "cpu", "cuda", "mps"))
-    dtype: str = flag("auto", "precision; auto: bf16 on Ampere or newer", ("auto", "fp32", "bf16"))
-    compile: str = free(
-        "auto", "compile the blocks; auto: on a GPU", ("auto", "on", "off"), without_value="on"
-    )
-    checkpoint_activations: bool = free(False, "recompute blocks in backward to save memory")
-    fsdp: bool = free(False, "shard weights, gradients and optimizer state across ranks")
-    eval_every: int | None = free(None, "in tokens; 0: only at the end (default: --tokens / 5)")
-    eval_tokens: int = free(32_768, "held-out tokens per evaluation but the final one", least=1)
-    final_eval_tokens: int = free(1_000_000, "maximum held-out tokens at the end", least=1)
-    checkpoint_every: int | None = free(
-        None, "tokens between checkpoints; 0: only at the end (default: --tokens / 10)"
-    )
-    keep: int = free(2, "how many of the newest checkpoints to keep, besides the best", least=1)
-    wandb: bool = free(False, "log to Weights & Biases too (WANDB_MODE=offline works)")
-    dry_run: bool = free(False, "print what the run would take, then exit")
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """What a run reads."""
-
-    data: str | None = free(
-        None, "store from prepare.py, or a mixture: a=0.7,b=0.3 (default: the embedded corpus)"
-    )
-    tokenizer: str | None = flag(
-        None, "pd4k, bytes, gpt2, FILE.tiktoken or tokenizer.model (default: the store's, or pd4k)"
-    )
-    seq_len: int | None = flag(None, "tokens per row (default: by --size)", least=8, below=2**31)
+    known = settings_of(Settings)
+    return " ".join(as_given(known[name].flag or name, value) for name, value in flat.items())

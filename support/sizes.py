@@ -24,9 +24,8 @@ out of memory, train.py says which flag to change.
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,117 +33,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from model import Transformer, TransformerConfig
-from support.optim import OptimConfig
 from support.runtime import Runtime
-from support.settings import Flat, flag
-
-
-class Size(NamedTuple):
-    layers: int
-    heads: int
-    width: int
-    seq_len: int  # default tokens per row, and the number of learned positions
-    tokens: int  # default budget
-    batch_tokens: int
-    lr: float
-
-
-# Dimensions. nano: ours. 1.3B: arXiv 2005.14165, table 2.1, but with 16 heads, as in the Data
-# Efficiency paper's GPT-3. The others: as published with GPT-2 and BERT.
-# Budget, batch and learning rate. nano: measured here (docs/method.md). GPT: GPT-3's batch and
-# learning rate (arXiv 2005.14165, table 2.1), and 20 tokens per parameter (arXiv 2203.15556). BERT:
-# arXiv 1810.04805.
-SIZES = {  # layers, heads, width, seq_len; tokens, batch_tokens, lr
-    "nano": Size(4, 4, 128, 2048, 2_200_000, 8_192, 2e-2),
-    "124M": Size(12, 12, 768, 1024, 2_500_000_000, 524_288, 6e-4),
-    "350M": Size(24, 16, 1024, 1024, 7_000_000_000, 524_288, 3e-4),
-    "774M": Size(36, 20, 1280, 1024, 15_500_000_000, 524_288, 2.5e-4),
-    "1.3B": Size(24, 16, 2048, 2048, 26_000_000_000, 1_048_576, 2e-4),
-    "bert-base": Size(12, 12, 768, 512, 2_200_000_000, 131_072, 1e-4),
-    "bert-large": Size(24, 16, 1024, 512, 6_800_000_000, 131_072, 1e-4),
-}
-BLOCKS = {  # --block -> fields of `TransformerConfig`
-    "gpt2": {"norm": "layernorm", "mlp": "gelu", "bias": True},
-    "llama": {"norm": "rmsnorm", "mlp": "swiglu", "bias": False},
-}
-
-
-# ---- settings
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Everything that decides a model.
-
-    To add an option, pass it on in config.py's `transformer_config` to model.py's
-    `TransformerConfig`; its cost follows from the matrices that it adds.
-    """
-
-    model: str = flag("gpt", "gpt predicts the next token, bert masked ones", ("gpt", "bert"))
-    size: str = flag("nano", "sets dimensions, budget and learning rate", tuple(SIZES))
-    block: str = flag("gpt2", "llama: RMSNorm, SwiGLU, rotary positions, no biases", tuple(BLOCKS))
-    qk_norm: bool = flag(False, "RMSNorm on each head's queries and keys")
-    kv_heads: int | None = flag(None, "key/value heads (default: --heads)", least=1, most=4096)
-    pos: str | None = flag(
-        None, "positions (default: rope for nano and llama, else learned)", ("learned", "rope")
-    )
-    rope_theta: float = flag(10_000.0, "base of the rotary angles", hidden=True)
-    rope_scaling: str | None = flag(None, "Llama 3.1's, factor:slow:fast:positions", hidden=True)
-    tied: bool | None = flag(None, "tie output head and embedding (default: on, except nano GPT)")
-    layers: int | None = flag(None, "number of blocks (default: by --size)", least=1, most=4096)
-    heads: int | None = flag(None, "attention heads (default: by --size)", least=1, most=4096)
-    width: int | None = flag(None, "hidden size (default: by --size)", least=1, most=2**17)
-    mlp_width: int | None = flag(None, "of the MLP: 4 x --width, for llama 8/3", hidden=True)
-    # gelu_new is GPT-2's approximation, gelu is exact; None: by --pos
-    activation: str | None = flag(None, "GELU", ("gelu_new", "gelu"), hidden=True)
-    dropout: float = flag(0.0, "share of activations zeroed in training", least=0, below=1)
-    nsp: bool = flag(False, "BERT also learns whether two texts follow each other")
-    init: str | None = flag(None, "start from the weights of a run, or of GPT-2, BERT or Llama")
-
-
-def with_defaults(settings: Flat) -> Flat:
-    """Fill in the settings that follow from --size or from other settings."""
-    s = {name: value for name, value in settings.items() if value is not None}
-    name = s.setdefault("model.size", "nano")
-    size = SIZES[name]
-    s.setdefault("model.layers", size.layers)
-    s.setdefault("model.heads", size.heads)
-    s.setdefault("model.width", size.width)
-    is_llama, width = s.get("model.block") == "llama", s["model.width"]
-    s.setdefault("model.kv_heads", s["model.heads"])
-    s.setdefault("model.mlp_width", swiglu_width(width) if is_llama else 4 * width)
-    new_nano = name == "nano" and "model.init" not in s
-    s.setdefault("model.pos", "rope" if is_llama or new_nano else "learned")
-    is_bert = s.get("model.model") == "bert"
-    s.setdefault("model.tied", not new_nano or is_bert)
-    # A BERT's documents are padded unless packed: its rows are as long as the published ones.
-    T = s.setdefault("data.seq_len", min(size.seq_len, 512) if is_bert else size.seq_len)
-    s.setdefault("optim.tokens", size.tokens)
-    s.setdefault("optim.schedule_tokens", s["optim.tokens"])
-    s.setdefault("optim.batch_tokens", max(size.batch_tokens // T, 1) * T)
-    s.setdefault("optim.lr", size.lr)
-    # Published values for BERT and for GPT (GPT-3, appendix B); measured here for a nano GPT. With
-    # --init the size is known if it names a run, and may be missing for published weights.
-    is_nano = new_nano or settings.get("model.size") == "nano"
-    s.setdefault("optim.beta2", 0.999 if is_bert else 0.99 if is_nano else 0.95)
-    s.setdefault("optim.warmup_tokens", s["optim.tokens"] // 50)
-    s.setdefault("run.eval_every", max(s["optim.tokens"] // 5, 1))
-    s.setdefault("run.checkpoint_every", max(s["optim.tokens"] // 10, 1))
-    return s
-
-
-def usual_lr(settings: Flat) -> float:
-    """Return the learning rate of the --size that is nearest in width, among GPTs or BERTs."""
-    width, is_bert = with_defaults(settings)["model.width"], settings.get("model.model") == "bert"
-    alike = [name for name in SIZES if name == "nano" or name.startswith("bert") == is_bert]
-    return SIZES[min(alike, key=lambda name: abs(SIZES[name].width - width))].lr
-
-
-def swiglu_width(width: int) -> int:
-    """Return 2/3 of 4 C, rounded up as Llama does: then the gate adds no weights."""
-    multiple = 64 if width <= 1024 else 256
-    return -(-8 * width // (3 * multiple)) * multiple
-
+from support.settings import OptimConfig
 
 # ---- parameters
 

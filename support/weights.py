@@ -46,9 +46,17 @@ from model import Transformer, TransformerConfig
 from support import checkpoint
 from support.clock import seed_of
 from support.process import Parser, exit_cleanly
-from support.run import ModelSize, Settings
-from support.settings import Flat, as_flags, flattened
-from support.sizes import SIZES, ModelConfig, usual_lr, with_defaults
+from support.run import ModelSize
+from support.settings import (
+    SIZES,
+    Flat,
+    ModelConfig,
+    Settings,
+    as_flags,
+    flattened,
+    usual_lr,
+    with_defaults,
+)
 from support.store import atomic_folder, atomic_write, fingerprint, get_encoding, vocab_size
 
 # ---- --init

@@ -19,8 +19,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from model import Transformer, TransformerConfig
 from support import optim
 from support.clock import Clock
-from support.optim import OptimConfig, Optimizers, learning_rate, lr_at, orthogonalised
+from support.optim import Optimizers, learning_rate, lr_at, orthogonalised
 from support.runtime import start
+from support.settings import OptimConfig
 
 
 def lr(t, schedule="cosine", floor=0.0, warmup=10):

@@ -14,7 +14,8 @@ from conftest import ALL_ON, refusal, write_lines
 import config
 import report
 from report import Curve, RunLog, read_run
-from support.settings import duration, flattened, short
+from support.process import duration, short
+from support.settings import flattened
 
 OUTSIDE = re.compile(
     r"""(?:src|href|action)\s*=|url\(|@import|https?:|//[a-z0-9-]+\.[a-z]|<script"""

@@ -19,9 +19,9 @@ from model import Transformer, TransformerConfig
 from plan import Plan
 from support import sizes
 from support.clock import Clock
-from support.optim import OptimConfig
 from support.runtime import Runtime
-from support.sizes import SIZES, flops_of_step, parameter_count, with_defaults
+from support.settings import SIZES, OptimConfig, with_defaults
+from support.sizes import flops_of_step, parameter_count
 
 
 def test_parameter_counts_equal_published_ones():

@@ -17,7 +17,7 @@ import train
 from evaluate import Evaluation
 from model import Transformer
 from support import checkpoint
-from support.settings import short
+from support.process import short
 
 LINE = (
     "step consumed_tokens real_tokens layer_tokens loss lr max_piece_len kept_tokens padding_share"
