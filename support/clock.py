@@ -51,11 +51,6 @@ class Clock(NamedTuple):
     flops: int = 0  # needed on all ranks together, see flops_of_step in support/sizes.py
     cursor: Cursor = Cursor()
 
-    def later(self, each: "Clock", count: int) -> "Clock":
-        """Return the clock after `count` more steps that each add `each`; the cursor stays."""
-        sums = (a + count * b for a, b in zip(self[:-1], each[:-1], strict=True))
-        return Clock(*sums, self.cursor)
-
     def as_dict(self) -> dict:
         """Return plain dicts for a checkpoint; `Clock.of` reads them back."""
         return {**self._asdict(), "cursor": self.cursor._asdict()}
@@ -83,10 +78,6 @@ class StepContext(NamedTuple):
         """
         seeds = [seed_of(self.seed, technique, self.step, layer) for layer in layers]
         return bits(on_device(torch.tensor(seeds), rows.device), rows, T)
-
-    def uniform(self, technique: str, *key: int | str) -> float:
-        """Draw one random number in [0, 1), for a choice that all rows share."""
-        return seed_of(self.seed, technique, self.step, *key) / 2**63
 
 
 def effective_tokens(rows: np.ndarray, repeated: np.ndarray, tokens_by_layer: list[int]) -> int:

@@ -1,4 +1,4 @@
-"""One process: how it ends, parses its command line, hears signals, and uses memory.
+"""One process: how it ends, parses its command line, hears signals, uses memory, writes numbers.
 
     python train.py --oops      error: unrecognized arguments: --oops (see --help)
 
