@@ -206,6 +206,8 @@ def check(config: Config) -> None:
         raise ValueError(f"--size {model.size} is a BERT: add --model bert, or choose a GPT's size")
     if config.run.wandb and find_spec("wandb") is None:
         raise ValueError("--wandb needs the package wandb: pip install -e '.[wandb]'")
+    if config.run.fsdp and config.offload.on:
+        raise ValueError("--fsdp shards what --offload would move: leave out one of them")
     is_mixture = bool(config.data.data and entries_of(config.data.data))
     if model.nsp:
         if model.model != "bert":

@@ -19,7 +19,7 @@ copies time, and what is outside the blocks goes last. The command below needs 2
 
 Losses do not change. Activations are not offloaded (see --checkpoint-activations), and with several
 ranks only optimizer state is, because DDP keeps the gradients. In reading order, with the function
-of train.py that calls it: `preview` (go); `placement_for` and `Offload` (assemble), and its methods
+of train.py that calls it: `preview` (run_training); `placement_for` and `Offload` (assemble), and its methods
 `wrap_block` (block_runner), `around_backward` (backward), `step` (train_step), `weights` (state).
 
 Papers: Ren et al., arXiv 2101.06840 (ZeRO-Offload); Lin et al., arXiv 2110.03888 (granular: only
@@ -159,11 +159,9 @@ class Placement(NamedTuple):
 
 
 def preview(
-    config: OffloadConfig, models: "Iterable[Transformer]", runtime: Runtime, muon: bool, fsdp: bool
+    config: OffloadConfig, models: "Iterable[Transformer]", runtime: Runtime, muon: bool
 ) -> None:
     """Print what will be where; refuse a budget that is too small for any of the models."""
-    if fsdp:
-        raise ValueError("--fsdp already shards weights, gradients and state: leave out --offload")
     placements = [placement_for(config, model, runtime, muon) for model in models]
     runtime.say(in_words(placements[0], runtime.host_free))
 

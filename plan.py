@@ -399,11 +399,15 @@ def announce(plan: Plan, run: Run, micro_batch: int) -> None:
     say = runtime.say
     name = f"from {s.model.init}" if s.model.init else s.model.size
     say(f"{s.model.model} {name}: {parameters_in_words(model)}, {runtime.why}")
-    shards = runtime.world_size if s.run.fsdp else 1
-    named = dict(empty_model(model).named_parameters())
-    state = state_bytes(named, muon=s.optim.optimizer == "muon", shards=shards)
+    named, muon = dict(empty_model(model).named_parameters()), s.optim.optimizer == "muon"
+    state = state_bytes(named, muon, shards=runtime.world_size if s.run.fsdp else 1)
     sizes = ", ".join(f"{kind} {size / 1e6:,.1f} MB" for kind, size in state.items())
-    say(f"memory: {sizes}{' a rank' if shards > 1 else ''}, and activations")
+    memory = f"memory: {sizes}, and activations"
+    if s.run.fsdp:
+        whole = state_bytes(named, muon)
+        checkpoint = short(whole["weights"] + whole["optimizer"], "B")
+        memory += f", per rank; a checkpoint takes {checkpoint} of rank 0's host memory"
+    say(memory)
     each = f" on each of {runtime.world_size} ranks" if runtime.world_size > 1 else ""
     rows = f"{several(plan.draws_per_step, 'row')} of {plan.seq_len} tokens a step"
     attention = ""

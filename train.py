@@ -54,8 +54,8 @@ from plan import Plan, Step, announce, read_ahead, spent
 from support.checkpoint import assign
 from support.clock import StepContext, due, generator, seed_of
 from support.fsdp import shard, sync_gradients
-from support.optim import Optimizers, learning_rate, state_bytes
-from support.process import StopSignal, exit_cleanly, one_line, short
+from support.optim import Optimizers, learning_rate
+from support.process import StopSignal, exit_cleanly, one_line
 from support.run import Log, Run, commit
 from support.runtime import (
     Runtime,
@@ -108,19 +108,9 @@ def run_training(run: Run, data: Data, micro_batch: int) -> int:
         runtime.say(f"{run.folder} is finished: its {s.optim.tokens:,} tokens are consumed")
         return 0
     if s.offload.on:
-        offload.preview(
-            s.offload,
-            models=models_to_come(run, shape),
-            runtime=runtime,
-            muon=s.optim.optimizer == "muon",
-            fsdp=s.run.fsdp,
-        )
+        muon = s.optim.optimizer == "muon"
+        offload.preview(s.offload, models_to_come(run, shape), runtime, muon)
     announce(plan, run, micro_batch)
-    if s.run.fsdp:
-        named = dict(empty_model(shape).named_parameters())
-        held = state_bytes(named, muon=s.optim.optimizer == "muon")
-        gathered = short(held["weights"] + held["optimizer"], "B")
-        runtime.say(f"--fsdp: a checkpoint takes {gathered} of rank 0's host memory")
     if is_compiled(s, runtime):
         runtime.say("compile: blocks are compiled as their shapes come, which takes seconds")
     if s.run.dry_run:
