@@ -19,8 +19,9 @@ copies time, and what is outside the blocks goes last. The command below needs 2
 
 Losses do not change. Activations are not offloaded (see --checkpoint-activations), and with several
 ranks only optimizer state is, because DDP keeps the gradients. In reading order, with the function
-of train.py that calls it: `preview` (run_training); `placement_for` and `Offload` (assemble), and its methods
-`wrap_block` (block_runner), `around_backward` (backward), `step` (train_step), `weights` (state).
+of train.py that calls it: `preview` (run_training); `placement_for` and `Offload` (assemble), and
+its methods `wrap_block` (block_runner), `around_backward` (backward), `step` (train_step) and
+`weights` (state).
 
 Papers: Ren et al., arXiv 2101.06840 (ZeRO-Offload); Lin et al., arXiv 2110.03888 (granular: only
         as much as needed; it came without code, so the order is ours)
