@@ -165,7 +165,3 @@ def scatter_from_rank0(tensor: Tensor, runtime: Runtime) -> Tensor:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     return distribute_tensor(tensor, mesh_of(runtime), [Shard(0)])
-
-
-# names that support/optim.py imports
-is_shard, rows_here = is_dtensor, local_rows

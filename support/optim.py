@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from support.clock import Clock, lr_clock
-from support.fsdp import as_dtensor, is_shard, norm_over_ranks, rows_here
+from support.fsdp import as_dtensor, is_dtensor, local_rows, norm_over_ranks
 from support.settings import OptimConfig
 
 DECAY_SHARE = 0.2  # of the budget, over which wsd decays
@@ -74,13 +74,13 @@ class Optimizers:
 
     def clip_gradients(self, clip: float) -> Tensor:
         """Clip the gradients' total norm to `clip` (0: no clipping); return the norm before."""
-        gradients = [rows_here(p.grad) for p in self.parameters if p.grad is not None]
+        gradients = [local_rows(p.grad) for p in self.parameters if p.grad is not None]
         by_device = grouped(gradients, lambda gradient: gradient.device)
         norms = [torch.nn.utils.get_total_norm(group) for group in by_device]
         if len(norms) > 1:
             norms = [torch.nn.utils.get_total_norm([norm.to(self.device) for norm in norms])]
         norm = norms[0]
-        if is_shard(self.parameters[0]):
+        if is_dtensor(self.parameters[0]):
             norm = norm_over_ranks(norm.to(self.device))
         torch.nn.utils.clip_grads_with_norm_(self.parameters, clip or math.inf, norm)
         return norm
@@ -111,15 +111,15 @@ class Optimizers:
         momenta = [self.state_tensor(name, "momentum_buffer") for name in names]
         heights = heights_of(names[0], self.named)
         directions = look_ahead(matrices, momenta)
-        if is_shard(matrices[0]):
+        if is_dtensor(matrices[0]):
             directions = gather(directions, matrices)
         # The same name again, so that the list is freed before the iteration takes its memory.
         directions = stack(directions, self.device)  # (n, rows, columns)
         update = orthogonalised_by_ranks(directions.to(self.device, non_blocking=True), heights)
-        weights = [rows_here(matrix) for matrix in matrices]
+        weights = [local_rows(matrix) for matrix in matrices]
         torch._foreach_mul_(weights, 1 - lr * self.weight_decay)  # a GPU may still orthogonalise
         update = directions.copy_(update) if directions.is_pinned() else update.to(weights[0])
-        if is_shard(matrices[0]):
+        if is_dtensor(matrices[0]):
             update = scatter(update, len(weights[0]))
         # If the heights differ, none exceeds the number of columns: one rate serves them all.
         rate = lr * 0.2 * math.sqrt(max(heights[0], matrices[0].shape[1]))
@@ -130,10 +130,10 @@ class Optimizers:
         parameters = [self.named[name] for name in names]
         # Not torch.optim.AdamW, whose first step imports torch's compiler: more than a second.
         adamw(
-            [rows_here(parameter) for parameter in parameters],
-            [rows_here(parameter.grad) for parameter in parameters],
-            [rows_here(self.state_tensor(name, "exp_avg")) for name in names],
-            [rows_here(self.state_tensor(name, "exp_avg_sq")) for name in names],
+            [local_rows(parameter) for parameter in parameters],
+            [local_rows(parameter.grad) for parameter in parameters],
+            [local_rows(self.state_tensor(name, "exp_avg")) for name in names],
+            [local_rows(self.state_tensor(name, "exp_avg_sq")) for name in names],
             max_exp_avg_sqs=[],
             state_steps=[self.state_tensor(name, "step") for name in names],
             fused=True,
@@ -156,7 +156,7 @@ class Optimizers:
 
     def memory(self) -> dict[str, int]:
         """Return the `state_bytes` of this rank."""
-        rows = {name: rows_here(parameter) for name, parameter in self.named.items()}
+        rows = {name: local_rows(parameter) for name, parameter in self.named.items()}
         return state_bytes(rows, self.is_muon)
 
     def state_dict(self) -> dict[str, dict[str, dict[str, Tensor]]]:
@@ -284,8 +284,8 @@ def orthogonalised(matrices: Tensor) -> Tensor:
 
 def look_ahead(matrices: list[Tensor], momenta: list[Tensor]) -> list[Tensor]:
     """Move this rank's momenta towards its gradients; return Nesterov's directions."""
-    gradients = [rows_here(matrix.grad) for matrix in matrices]
-    momenta = [rows_here(momentum) for momentum in momenta]
+    gradients = [local_rows(matrix.grad) for matrix in matrices]
+    momenta = [local_rows(momentum) for momentum in momenta]
     torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
     return list(torch._foreach_lerp(gradients, momenta, MOMENTUM))
 
