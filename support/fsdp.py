@@ -45,7 +45,8 @@ def shard(model: nn.Module, runtime: Runtime) -> None:
     for block in dict.fromkeys(model.h):  # blocks that share weights (--pseudo) are one
         if next(block.parameters(), None) is not None:
             fully_shard(block, mesh=mesh, mp_policy=precision(runtime))
-    fully_shard(model, mesh=mesh)
+    # The loss is computed after `forward`, from the head's weights: they stay gathered until then.
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
 
 def mesh_of(runtime: Runtime) -> "DeviceMesh":
