@@ -224,7 +224,7 @@ def timeline() -> str:
     All its work is done here, and drawn in the order in which it was begun. A block's forward pass
     takes a unit of time, and so does copying its weights or gradients.
     """
-    model = Transformer(TransformerConfig("gpt", 6, 4, 128, 512, 256, 4160, "rope"))
+    model = Transformer(TransformerConfig(6, 4, 128, 512, 256, 4160, "rope"))
     placement = offload.place(offload.parts_of(model, muon=True), 18 * offload.MIB, "fp32")
     offloaded = offload.Offload(placement)
     offloaded.move(model, torch.device("cpu"))

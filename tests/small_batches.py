@@ -14,7 +14,7 @@ LLAMA = {"pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "kv_h
 LLAMA |= {"qk_norm": True, "rotary": Rotary(500.0, Scaling(4.0, 1.0, 2.0, 16.0)), "tied": False}
 
 
-def plain(tokens: Tensor) -> Batch:
+def plain_rows(tokens: Tensor) -> Batch:
     """Return a batch whose rows (B, T) are one piece each."""
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     doc_ids = torch.zeros_like(tokens)
@@ -25,7 +25,7 @@ def batch(packed: bool = True, seed: int = 1, B: int = 3, T: int = 24) -> Batch:
     """Return full rows of one piece, or packed: documents of 7, 5 and 9 tokens, and padding."""
     tokens = torch.randint(0, 40, (B, T), generator=torch.Generator().manual_seed(seed))
     if not packed:
-        return plain(tokens)
+        return plain_rows(tokens)
     doc_ids = torch.tensor([0] * 7 + [1] * 5 + [2] * 9 + [-1] * 3).repeat(B, 1)
     positions = torch.tensor([*range(7), *range(5), *range(9), 0, 0, 0]).repeat(B, 1)
     targets = torch.where(doc_ids < 0, IGNORE, tokens.roll(-1, 1))

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from conftest import widen
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_batches import LLAMA, for_model, loss_of, plain
+from small_batches import LLAMA, for_model, loss_of, plain_rows
 from torch import Tensor
 
 from bert import BertConfig
@@ -74,7 +74,7 @@ def test_losses_and_gradients_equal_those_of_the_logits(monkeypatch, kind, pos):
     model = tiny(kind, pos)
     tokens, targets = torch.randint(VOCAB, (2, 3, SEQ_LEN)).unbind()  # (B, T)
     targets[torch.rand(targets.shape) < 0.5] = IGNORE
-    batch, x = for_model(model, replace(plain(tokens), targets=targets)), model(tokens)
+    batch, x = for_model(model, replace(plain_rows(tokens), targets=targets)), model(tokens)
     expected = F.cross_entropy(model.logits(x).mT, targets, reduction="none")
     assert_same_loss(model.loss(x, batch), expected.sum(), model)
     of_each = model.losses(x, batch)
@@ -90,7 +90,7 @@ def test_the_loss_of_a_bert_with_pairs_is_that_of_tokens_plus_that_of_answers(wh
     batch, _ = lay(documents(), ROWS)
     if whole:  # plain rows
         batch.targets[:, 0] = 1
-        batch = replace(plain(batch.tokens), targets=batch.targets)
+        batch = replace(plain_rows(batch.tokens), targets=batch.targets)
     weights = torch.rand(batch.targets.shape, dtype=torch.float64)
     batch = for_model(model, replace(batch, weights=weights))
     x, targets = model(*batch.inputs), batch.targets
@@ -115,7 +115,7 @@ def test_a_batch_without_targets_has_loss_0_and_no_nan(kind, pos):
     model = tiny(kind, pos)
     tokens, nothing = torch.randint(VOCAB, (2, SEQ_LEN)), torch.full((2, SEQ_LEN), IGNORE)
     blank = Batch(tokens, nothing, torch.zeros_like(tokens), torch.full_like(tokens, -1))
-    for batch in (replace(plain(tokens), targets=nothing), blank):
+    for batch in (replace(plain_rows(tokens), targets=nothing), blank):
         for weights in (None, torch.zeros(2, SEQ_LEN)):
             loss = loss_of(model, replace(batch, weights=weights))
             assert loss.item() == 0
@@ -196,7 +196,7 @@ def test_packed_equals_unpacked_in_logits_loss_and_gradients(monkeypatch, kind, 
     model, docs = tiny(kind, pos), documents()
     batch, places = lay(docs, ROWS)
     assert is_unpacked(model, batch.inputs, places)
-    alone = [replace(plain(tokens[None]), targets=targets[None]) for tokens, targets in docs]
+    alone = [replace(plain_rows(tokens[None]), targets=targets[None]) for tokens, targets in docs]
     assert_same_loss(loss_of(model, batch), sum(loss_of(model, each) for each in alone), model)
 
 

@@ -56,7 +56,7 @@ def make_input_files() -> None:
         ("gpt2.safetensors", GPT2_LAYOUT, 320, {}),
         ("llama/model.safetensors", LLAMA_LAYOUT, 512, llama),
     ):
-        model = Transformer(TransformerConfig("gpt", 3, 2, 32, 128, 32, rows, **switches))
+        model = Transformer(TransformerConfig(3, 2, 32, 128, 32, rows, **switches))
         with open(file, "wb") as out:
             entries = published_entries(model.state_dict(), layout, (2, 2, 2), 16)
             save_file(out, entries)

@@ -26,7 +26,7 @@ from support.sizes import SIZES, flops_of_step, parameter_count, with_defaults
 
 def test_parameter_counts_equal_published_ones():
     layers, heads, width, T, *_ = SIZES["124M"]
-    gpt2 = TransformerConfig("gpt", layers, heads, width, 4 * width, T, 50257)
+    gpt2 = TransformerConfig(layers, heads, width, 4 * width, T, 50257)
     assert parameter_count(gpt2) == 124_439_808
     # BERT-base with its masked-token head is published with 109,514,298, including two rows of
     # token types. The model has none: it adds one of them to its positions.
@@ -48,7 +48,7 @@ def test_only_a_new_nano_gpt_has_an_untied_head_and_its_own_beta2():
 
 
 def test_flops_equal_worked_examples():
-    shape = TransformerConfig("gpt", 2, 1, 4, 16, 8, 10)
+    shape = TransformerConfig(2, 1, 4, 16, 8, 10)
     full = {"filled": np.array([8]), "squares": np.array([64])}
     assert flops_of_step(shape, 8, [8, 4], **full) == 17_664
     assert flops_of_step(shape, 8, [8, 0], **full) == 17_664 - 6 * (192 * 4 + 4 * 4 * 4)

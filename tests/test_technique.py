@@ -123,7 +123,7 @@ from tests.conftest import widen
 def scores(*row):
     return gpt.logits(torch.tensor([row]))[0, -1]
 for layers, tells_order in ((1, False), (2, True)):
-    gpt = widen(Transformer(TransformerConfig("gpt", layers, 2, 16, 64, 8, 40, pos="none")))
+    gpt = widen(Transformer(TransformerConfig(layers, 2, 16, 64, 8, 40, pos="none")))
     assert torch.allclose(scores(1, 2, 3), scores(2, 1, 3), atol=1e-5) != tells_order
 evaluate.main(["run", "--tokens", "500"])
 """
