@@ -1,7 +1,6 @@
 """Every command of docs/recipes.md runs, at a small size.
 
-First the test makes the files that the commands name: folders of text, questions, published
-weights. Commands that train get flags that make the model tiny. GPT-2's tokenizer, which would have
+First the test makes the files that the commands name: folders of text and published weights. Commands that train get flags that make the model tiny. GPT-2's tokenizer, which would have
 to be downloaded, is replaced by bytes.
 """
 
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import write_lines
 from test_readme import commands_of, documents, read
 
 from kernels.rotary import Scaling
@@ -41,8 +39,6 @@ def make_input_files() -> None:
         (Path() / folder).mkdir()
         for number, page in enumerate(pages):
             (Path() / folder / f"{number}.py").write_text(f"# {folder}\n{page}")
-    question = {"context": "one two", "continuations": [" three", " four"], "label": 0}
-    write_lines(Path("questions.jsonl"), [question])
     torch.manual_seed(0)
     Path("llama").mkdir()
     write_ranks(Path("llama/tokenizer.model"), {bytes([byte]): byte for byte in range(256)})
