@@ -1,7 +1,8 @@
 """Every command of docs/recipes.md runs, at a small size.
 
-First the test makes the files that the commands name: folders of text and published weights. Commands that train get flags that make the model tiny. GPT-2's tokenizer, which would have
-to be downloaded, is replaced by bytes.
+First the test makes the files that the commands name: folders of text and published weights.
+Commands that train get flags that make the model tiny. GPT-2's tokenizer, which would have to be
+downloaded, is replaced by bytes.
 """
 
 import importlib
