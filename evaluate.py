@@ -347,9 +347,8 @@ def main(argv: list[str] | None = None) -> None:
     if not math.isfinite(result.val_loss):
         raise ValueError(f"{args.run}: the model's loss on this text is not finite")
     runtime.say(f"{args.run}, step {state['step']}: held-out {result}, on {evaluation.description}")
-    masked = "masked " if settings.model.model == "bert" else ""
-    size = f"{result.targets:,} {masked}tokens, {result.bytes:,} bytes"
-    runtime.say(f"{result.val_loss:.4f} nats per token, over {size}")
+    size = f"{result.targets:,} targets, {result.bytes:,} bytes"
+    runtime.say(f"{result.val_loss:.4f} nats per target, over {size}")
     if file:
         scores, part = of_each[0], evaluation.parts[0]
         runtime.on_rank0(lambda: scores.save(file))

@@ -310,8 +310,9 @@ class Plan:
             steps += windows * (rows / self.draws_per_step if self.steps_share_windows else 1)
             tokens += windows * (after.real_tokens - at.real_tokens)
             flops += windows * (after.flops - at.flops)
-        whole = math.ceil(steps) / max(steps, 1e-9)  # the last step may overshoot the budget
-        return Forecast(math.ceil(steps), round(tokens * whole), flops * whole)
+        whole_steps = math.ceil(round(steps, 6))  # the last step may overshoot the budget
+        overshoot = whole_steps / max(steps, 1e-9)
+        return Forecast(whole_steps, round(tokens * overshoot), flops * overshoot)
 
     def without_techniques(self) -> "Plan":
         """Make the plan of the same run with all techniques off."""

@@ -142,9 +142,9 @@ def plan_run(
     """Plan a run without training: return settings, model, and the steps, each with its shape."""
     here = runtime.start("cpu", "fp32")
     settings = config.build(config.parse(arm.argv(stores)))
-    data = open_data(settings.data, settings.model.model == "bert", here)
+    data = open_data(settings.data, here)
     model = config.transformer_config(settings, *model_size(settings, data.encoding))
-    plan = Plan(settings, data.store, data.special_ids, here, model)
+    plan = Plan(settings, data.store, config.task_of(settings, data.encoding), here, model)
 
     def steps() -> Iterator[tuple[str, Step]]:
         clock = Clock()
@@ -158,19 +158,23 @@ def plan_run(
 
 def shape_of(settings: config.Config, model: TransformerConfig, step: Step) -> str:
     """Describe in one line all that a step's time depends on."""
-    usual = {f.name: f.default for f in fields(TransformerConfig)}
+    usual = {f.name: f.default for f in fields(model)}
     rows, seq_len = step.batch.tokens.shape
     seen, blocks = step.tokens_by_layer, settings.model.layers
     if settings.pseudo.on:
         owners = pseudo.owners_at(settings.pseudo, blocks, step.context.progress)
         blocks = len({*owners} - {pseudo.ABSENT})
-    longest = 1 << (step.max_piece_len - 1).bit_length()  # rounded, for few shapes in a curriculum
-    pieces = f" in pieces up to {longest}, {settings.pack.max_per_row or 'many'} a row"
+    shape = f"{rows} rows of {seq_len}"
+    if settings.pack.on:
+        # rounded, for few shapes in a curriculum
+        longest = 1 << (step.all.stage.max_piece_len - 1).bit_length()
+        shape += f" in pieces up to {longest}, {settings.pack.max_per_row or 'many'} a row"
     return ", ".join(
         [
+            f"kind {model.kind}",
             *(f"{name} {value}" for name, value in asdict(model).items() if value != usual[name]),
             f"{settings.optim.optimizer} on {blocks} blocks",
-            f"{rows} rows of {seq_len}" + pieces * settings.pack.on,
+            shape,
             "seen " + " ".join(f"{len([*same])}x{tokens}" for tokens, same in groupby(seen)),
         ]
     )

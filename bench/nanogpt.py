@@ -13,10 +13,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 if TYPE_CHECKING:
-    from model import TransformerConfig
+    from model import Batch, TransformerConfig
 
 PREFIX = "transformer."  # its parameter names begin with this
 WEIGHT_DECAY, BETAS, LR, GRAD_CLIP = 0.1, (0.9, 0.95), 1e-4, 1.0  # as in its train.py, except LR
@@ -50,18 +50,18 @@ def build(folder: Path, like: "TransformerConfig", device: str) -> nn.Module:
         return nanogpt.GPT(shape).to(device)
 
 
-def step_of(model: nn.Module, batches: list[tuple[Tensor, Tensor]], compiled: bool) -> Callable:
+def step_of(model: nn.Module, batches: "list[Batch]", compiled: bool) -> Callable:
     """Return a function that steps as nanoGPT's train.py: forward, backward, clip, fused AdamW."""
-    device = batches[0][0].device.type
+    device = batches[0].tokens.device.type
     with contextlib.redirect_stdout(io.StringIO()):
         # "cuda" on every device: it only asks for fused AdamW, which by now exists on CPUs too
         optimizer = model.configure_optimizers(WEIGHT_DECAY, LR, BETAS, "cuda")
     run = torch.compile(model) if compiled else model
 
     def make() -> None:
-        for tokens, targets in batches:
+        for batch in batches:
             with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-                loss = run(tokens, targets)[1]
+                loss = run(batch.tokens, batch.targets)[1]
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
             optimizer.step()
@@ -70,11 +70,11 @@ def step_of(model: nn.Module, batches: list[tuple[Tensor, Tensor]], compiled: bo
     return make
 
 
-def check_same_function(ours: nn.Module, theirs: nn.Module, batch: tuple) -> None:
+def check_same_function(ours: nn.Module, theirs: nn.Module, batch: "Batch") -> None:
     """Check that with nanoGPT's weights both models have the same loss and gradients.
 
     Args:   ours  with the exact GELU, as in nanoGPT
-            batch of full rows without documents
+            batch of plain rows
     Raises: ValueError naming what differs most
     """
     with torch.no_grad():  # at initialisation all logits are near 0, and any two losses are close
@@ -82,7 +82,8 @@ def check_same_function(ours: nn.Module, theirs: nn.Module, batch: tuple) -> Non
             parameter.mul_(4 if parameter.dim() >= 2 else 1)
     weights = {name.removeprefix(PREFIX): value for name, value in theirs.named_parameters()}
     ours.load_state_dict({name: weights[name] for name in ours.state_dict()})
-    loss, expected_loss = ours(batch) / batch[1].numel(), theirs(*batch[:2])[1]
+    loss = ours.loss(ours(*batch.inputs), batch) / batch.targets.numel()
+    expected_loss = theirs(batch.tokens, batch.targets)[1]
     errors = {"the loss": (loss - expected_loss).norm() / expected_loss.norm()}
     gradients = torch.autograd.grad(loss, [ours.get_parameter(name) for name in weights])
     expected = torch.autograd.grad(expected_loss, list(theirs.parameters()))

@@ -158,7 +158,7 @@ def real_documents(shape: Shape) -> list[Tensor]:
     """Return doc_ids (B, T) of the first batches of a packed run."""
     case = CASES["6x128"]._replace(batch_tokens=shape.B * shape.T)
     settings = Variant(f"--pack --seq-len {shape.T}").settings(case, "cpu")
-    batches = [step.batch.with_documents().doc_ids for step in steps_of(settings, "cpu", BATCHES)]
+    batches = [step.batch.doc_ids for step in steps_of(settings, "cpu", BATCHES)]
     return [torch.where(doc_ids < 0, shape.T, doc_ids) for doc_ids in batches]
 
 

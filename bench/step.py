@@ -42,6 +42,7 @@ from measure import Measurement, command_line, quartiles, ratios, recorder, sign
 from torch import nn
 
 import config
+from data import GptTask
 from model import Transformer
 from plan import Plan, Step
 from prepare import embedded_store
@@ -137,7 +138,7 @@ def steps_of(
     """Plan the first steps of a run on the embedded corpus."""
     shape = config.transformer_config(settings, vocab_size)
     store, here = Store.open(embedded_store("pd4k")), runtime.start(device, "auto")
-    plan, clock = Plan(settings, store, None, here, shape), Clock()
+    plan, clock = Plan(settings, store, GptTask(), here, shape), Clock()
     steps = []
     for _ in range(count):
         steps.append(plan(clock))
@@ -189,7 +190,7 @@ def build_theirs(folder: Path, case: Case, device: str, compiled: bool) -> Calla
     model = nanogpt.build(folder, config.transformer_config(settings, case.vocab_size), device)
     steps = steps_of(settings, device, case.steps_in_turn)
     batches = [step.batch.to(torch.device(device)) for step in steps]
-    return nanogpt.step_of(model, [batch[:2] for batch in batches], compiled)
+    return nanogpt.step_of(model, batches, compiled)
 
 
 def check_same_function(folder: Path, case: Case) -> None:

@@ -27,7 +27,7 @@ import pseudo
 from curriculum import CurriculumConfig, parse_metrics
 from data import cut
 from kernels.packed_attention import attention_mask
-from model import Batch, Transformer, TransformerConfig
+from model import Transformer, TransformerConfig
 from packing import pack_lengths
 from report import FRAME, Curve, plot
 from support.clock import StepContext, shuffled
@@ -224,7 +224,7 @@ def timeline() -> str:
     All its work is done here, and drawn in the order in which it was begun. A block's forward pass
     takes a unit of time, and so does copying its weights or gradients.
     """
-    model = Transformer(TransformerConfig("gpt", 6, 4, 128, 512, 256, 4160, "rope"))
+    model = Transformer(TransformerConfig(6, 4, 128, 512, 256, 4160, "rope"))
     parts = offload.parts_of(model, muon=True, dtype=torch.float32)
     offloaded = offload.Offload(offload.place(parts, 19_000_000), model, torch.device("cpu"))
     weights = {m.weight.data_ptr(): m.part.layers[0] for m in offloaded.matrices}
@@ -253,8 +253,7 @@ def timeline() -> str:
         block.register_full_backward_pre_hook(lambda *_, layer=layer: backward.append(layer))
     for _ in range(2):  # the second time as in the middle of a step
         work.clear()
-        row = torch.zeros(1, 2, dtype=torch.int64)
-        loss = model(Batch(row, row, None, None))
+        loss = model(torch.zeros(1, 2, dtype=torch.int64)).sum()
         with offloaded.around_backward(is_last=False):
             loss.backward()
     lanes, begin = ("compute", "copy up", "copy down"), work[0][1]

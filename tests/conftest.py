@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from random import SystemRandom
@@ -29,7 +29,6 @@ from torch.multiprocessing import start_processes
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-import evaluate
 import train
 from kernels.triton_here import tl, triton
 from prepare import prepare
@@ -160,12 +159,6 @@ def run_rank(rank: int, ranks: int, port: str, cwd: Path, work: Callable, runs: 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.chdir(cwd)
     exit_cleanly(lambda: max(work(flags) or 0 for flags in runs))
-
-
-def evaluate_into_file(flags: list[str]) -> None:
-    """Run evaluate.py on a rank, writing its output to a file because pytest would not see it."""
-    with open(f"said-{os.environ.get('RANK', 0)}.json", "a") as out, redirect_stdout(out):
-        evaluate.main(flags)
 
 
 def read_log(folder: Path, event: str | None = None) -> list[dict]:

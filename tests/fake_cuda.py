@@ -369,11 +369,13 @@ def run_command(flags: list[str], command="train", stop=None, patch=None) -> dic
     def counted(self: Any, step: Any) -> Any:
         if step.after.step == stop:
             os.kill(os.getpid(), signal.SIGTERM)
-        COUNTS.clear()
+        if not steps:
+            COUNTS.clear()  # what it took to begin
         done = train_step(self, step)
         is_looked_at = self.offloaded and self.runtime.device.type == "cuda"
         where = places(self) if is_looked_at else []
         steps.append({"costs": dict(COUNTS), "loss": done.loss, "places": where})
+        COUNTS.clear()  # what the planner's thread does from now on counts for the next step
         return done
 
     with contextlib.ExitStack() as around:

@@ -25,10 +25,10 @@ TECHNIQUES = {"curriculum", "ltd", "offload", "packing", "pseudo"}
 FLOORS = (  # from the bottom up; a file imports only from its own floor and the floors below
     {"kernels"},
     {"support", "model"},
-    TECHNIQUES | {"bert", "prepare", "data"},
+    TECHNIQUES | {"bert", "prepare", "mixture", "data"},
     {"analyze"},
     {"config"},
-    {"plan", "sample", "evaluate", "tasks", "report"},
+    {"plan", "sample", "evaluate", "report"},
     {"train"},
 )
 REPLACED = {"transformers", "datasets", "accelerate", "tokenizers", "safetensors"}
@@ -111,6 +111,24 @@ def test_no_import_cycle():
         module: {item.module for item in imports_of(source)} for module, source in product().items()
     }
     TopologicalSorter(imported).prepare()  # raises an error that names the modules of a cycle
+
+
+def branches_of(source: str) -> list[str]:
+    """Return the conditions of all branches in a source text."""
+    branches = (ast.If, ast.IfExp, ast.While)
+    return [ast.unparse(n.test) for n in ast.walk(ast.parse(source)) if isinstance(n, branches)]
+
+
+def test_the_path_of_a_gpt_knows_no_bert():
+    """config.py chooses the task and the model; plan.py asks whether there is text to pair."""
+    sources = product()
+    imported = {module: imports_of(source) for module, source in sources.items()}
+    importing = {m for m, items in imported.items() if any(i.module == "bert" for i in items)}
+    assert importing == {"config", "plan"} and "from bert import check_pairs\n" in sources["plan"]
+    for module in ("model", "data", "evaluate"):
+        assert "special_ids" not in sources[module]
+        assert not [branch for branch in branches_of(sources[module]) if "bert" in branch.lower()]
+    assert any("bert" in branch for branch in branches_of(sources["config"])), "control"
 
 
 def test_every_imported_library_is_declared():

@@ -1,15 +1,114 @@
-"""Sentence pairs for BERT's second task: lengths do not reveal the answer; no text is read twice.
-
-test_data.py tests masks, with the rows that hold them.
-"""
+"""BERT: batches equal their definition, masks do not depend on rows, lengths reveal no answer."""
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+import torch
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from small_stores import BYTES_END as END
+from small_stores import TOY, in_memory
+from test_data import FEW, columns_of, drawn_rows, rows_of, width_of
+from test_plan import BYTES
 
-from bert import Pairs, sentence_pairs
+from bert import PAIR, BertTask, SpecialIds, answers_of, masked_tokens, sentence_pairs
+from data import Rows, as_pieces
 from kernels.cross_entropy import IGNORE
+
+SPECIAL_IDS = SpecialIds.of(BYTES)
+CLS, SEP, MASK, _ = SPECIAL_IDS
+
+
+def batch_of(rows, T, store=TOY, **task):
+    return BertTask(SPECIAL_IDS, **task).batch(store, rows, T, rows, "mask")
+
+
+def unmasked(batch):
+    """Return the tokens before any was hidden: those of masked ones are the targets."""
+    tokens = batch.tokens.flatten().clone()
+    tokens[batch.masked] = batch.targets.flatten()[batch.masked]
+    return tokens.view_as(batch.tokens)
+
+
+# ---- batches and masks
+
+
+@FEW
+@given(drawn_rows, st.integers(0, 3))
+@example([[(0, 4)], [(5, 9)]], 0)
+def test_a_batch_equals_the_definition(rows, padding):
+    """Token by token. A piece of up to 9 tokens has one target, which is text."""
+    T = width_of(rows, added=2) + padding
+    batch = batch_of(rows_of(*rows), T)
+    text = unmasked(batch)
+    assert batch.is_plain == all([b - a + 2 for a, b in row] == [T] for row in rows)
+    assert batch.masked.equal((batch.targets != IGNORE).flatten().nonzero().squeeze(1))
+    for r, row in enumerate(rows):
+        _, targets, positions, documents = zip(*columns_of(batch, r), strict=True)
+        expected = []
+        for number, (start, stop) in enumerate(row):
+            tokens = [CLS, *TOY.tokens[start:stop].tolist(), SEP]
+            expected += zip(tokens, range(len(tokens)), [number] * 6, strict=False)
+            (target,) = (at for at in range(T) if documents[at] == number and targets[at] >= 0)
+            assert 1 <= positions[target] <= stop - start
+        expected += [(END, 0, -1)] * (T - len(expected))
+        assert [*zip(text[r].tolist(), positions, documents, strict=True)] == expected
+
+
+def test_15_percent_of_the_tokens_are_masked_and_80_percent_of_these_hidden():
+    T = 100_000
+    store = in_memory(np.random.default_rng(0).integers(0, 256, T))
+    batch = batch_of(rows_of([(0, T)]), T + 2, store)
+    at, tokens, targets = batch.masked, batch.tokens[0], batch.targets[0]
+    assert len(at) == 0.15 * T and 1 <= at.min() and at.max() <= T, "[CLS] and [SEP] never are"
+    assert unmasked(batch)[0, 1:-1].tolist() == store.tokens[:T].tolist()
+    hidden = (tokens[at] == MASK).float().mean().item()
+    same = (tokens[at] == targets[at]).float().mean().item()
+    assert abs(hidden - 0.8) < 0.02 and abs(same - 0.1 - 0.1 / 256) < 0.015
+    of_thousand = torch.bincount((at - 1) // 1000, minlength=100)
+    assert (of_thousand - 150).abs().max() < 5 * (1000 * 0.15 * 0.85) ** 0.5, "spread over the row"
+
+
+def test_packing_does_not_change_which_tokens_of_a_document_are_masked():
+    lengths = [1, 3, 4, 17, 40]
+    store, stop = in_memory(range(sum(lengths))), np.cumsum(lengths)
+    pieces = as_pieces(np.stack((stop - lengths, stop), axis=1))
+    packed = batch_of(Rows(pieces, np.array([0, 5])), 80, store)
+    alone = batch_of(Rows.of_single_pieces(pieces), 80, store)
+    counts = torch.bincount(packed.doc_ids.flatten()[packed.masked])
+    assert counts.tolist() == [1, 1, 1, 3, 6] == masked_tokens(np.array(lengths)).tolist()
+    for field in ("tokens", "targets"):
+        one, other = (getattr(batch, field).flatten()[batch.masked] for batch in (packed, alone))
+        assert one.equal(other)
+
+
+# ---- pairs
+
+
+def test_a_batch_of_pairs_equals_a_worked_example():
+    """Two pairs, of which one has a foreign second part, and a piece without a second part."""
+    pairs = np.array([(0, 3, 0, 2, 5), (1, 3, 0, 1, 2), (6, 7, 0, 1, 7)], PAIR)
+    batch = batch_of(Rows(pairs, np.array([0, 2, 3])), 12, nsp=True)
+    assert unmasked(batch).tolist() == [
+        [CLS, 1, 2, SEP, END, SEP, CLS, 2, SEP, 3, SEP, END],
+        [CLS, 7, SEP, SEP, *[END] * 8],
+    ]
+    assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 0]
+    assert batch.doc_ids[0].tolist() == [0] * 6 + [1] * 5 + [-1]
+    assert batch.answers.tolist() == [0, 6] and len(batch.masked) == 3
+    assert batch.targets[:, [0, 6]].tolist() == [[1, 0], [IGNORE, IGNORE]]
+
+
+@pytest.mark.parametrize(("per_document", "weights"), [(False, [1, 1, 1]), (True, [0.5, 0.5, 1])])
+def test_all_answers_weigh_as_much_as_all_masked_tokens(per_document, weights):
+    """Of documents of 10 tokens and of 4, two tokens and one are masked."""
+    store = in_memory(range(14))
+    pairs = np.array([(0, 10, 0, 5, 5), (10, 14, 0, 2, 12)], PAIR)
+    batch = batch_of(Rows(pairs, np.array([0, 2])), 24, store, nsp=True, per_document=per_document)
+    of_target = batch.weights.flatten()
+    assert of_target[batch.masked].tolist() == weights
+    assert of_target[batch.answers].tolist() == [sum(weights) / 2] * 2
+    assert of_target.sum() == 2 * sum(weights), "0 elsewhere"
+
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 
@@ -20,90 +119,88 @@ def lay_spans(lengths):
     return np.stack((stop - lengths, stop), axis=1)
 
 
-def second_lengths(spans, pairs):
-    return spans[:, 1] - spans[:, 0] - pairs.first
+def lengths_of(pairs):
+    return pairs["stop"] - pairs["start"]
 
 
 @settings(max_examples=40)
 @given(lengths, st.integers(0, 99))
 def test_every_part_lies_in_one_piece_and_no_token_is_read_twice(lengths, key):
     spans = lay_spans(lengths)
-    cut, pairs = sentence_pairs(spans, key)
-    assert cut[:, 0].tolist() == spans[:, 0].tolist()
-    answers, read = pairs.answers(*cut.T), []
-    for i, (start, stop) in enumerate(spans):
-        size, second, left = stop - start, pairs.second[i], second_lengths(cut, pairs)[i]
-        read += [*range(start, start + pairs.first[i]), *range(second, second + left)]
-        assert left <= size - pairs.first[i], "no longer than the part that it replaces"
+    pairs = sentence_pairs(spans, key)
+    assert pairs["start"].tolist() == spans[:, 0].tolist()
+    answers, read = answers_of(pairs), []
+    for (start, stop), pair, answer in zip(spans, pairs, answers, strict=True):
+        size, first, second = stop - start, pair["first"], pair["second"]
+        left = pair["stop"] - start - first
+        read += [*range(start, start + first), *range(second, second + left)]
+        assert left <= size - first, "no longer than the part that it replaces"
         if left == 0:
-            assert pairs.first[i] == size and answers[i] == IGNORE, "an unpaired piece stays whole"
+            assert first == size and answer == IGNORE, "an unpaired piece stays whole"
         else:
-            assert max(size // 4, 1) <= pairs.first[i] <= max(3 * size // 4, 1)
-            owner = [n for n, (a, b) in enumerate(spans) if a < second < b]
-            assert len(owner) == 1 and second + left <= spans[owner[0], 1]
-            assert answers[i] == (second != start + pairs.first[i])
+            assert max(size // 4, 1) <= first <= max(3 * size // 4, 1)
+            (owner,) = (n for n, (a, b) in enumerate(spans) if a < second < b)
+            assert second + left <= spans[owner, 1] and answer == (second != start + first)
     assert len(set(read)) == len(read)
     pairable = (np.array(lengths) > 1).sum()
     assert (answers == IGNORE).sum() == len(lengths) - pairable + pairable % 2
 
     order = np.random.default_rng(key).permutation(len(spans))
-    again, shuffled = sentence_pairs(spans[order], key)
-    assert np.array_equal(cut[order], again)
-    assert all(np.array_equal(a[order], b) for a, b in zip(pairs, shuffled, strict=True))
+    assert np.array_equal(pairs[order], sentence_pairs(spans[order], key))
 
 
 def test_copies_of_a_piece_are_cut_and_paired_differently():
     """Otherwise copies would be neighbours and swap equal parts. Another key also pairs anew."""
     spans = lay_spans([40] * 20)[np.random.default_rng(0).integers(0, 20, 400)]
-    cut, pairs = sentence_pairs(spans, 3)
-    assert not np.array_equal(pairs.second, sentence_pairs(spans, 4)[1].second)
-    assert pairs.answers(*cut.T).mean() > 0.4
+    pairs = sentence_pairs(spans, 3)
+    assert not np.array_equal(pairs["second"], sentence_pairs(spans, 4)["second"])
+    assert answers_of(pairs).mean() > 0.4
     copies = spans[:, 0] == spans[0, 0]
-    assert copies.sum() > 10 and len(set(pairs.first[copies])) > 5
+    assert copies.sum() > 10 and len(set(pairs["first"][copies])) > 5
 
 
 def test_with_an_odd_number_any_piece_can_stay_unpaired():
     """If it were always the last by length, the longest second part would always be genuine."""
     spans = lay_spans(list(range(20, 29)))
-    drawn = [sentence_pairs(spans, key) for key in range(200)]
-    alone = [np.flatnonzero(pairs.answers(*cut.T) == IGNORE).tolist() for cut, pairs in drawn]
-    counts = np.bincount(np.concatenate(alone), minlength=9)
+    alone = [answers_of(sentence_pairs(spans, key)) == IGNORE for key in range(200)]
+    counts = np.sum(alone, axis=0)
     assert counts.sum() == 200 and counts.min() > 5
 
 
 def test_half_of_the_second_parts_are_foreign_and_little_text_is_lost():
-    def lost(spans, cut):
-        return 1 - (cut[:, 1] - cut[:, 0]).sum() / (spans[:, 1] - spans[:, 0]).sum()
+    def lost(spans, pairs):
+        return 1 - lengths_of(pairs).sum() / (spans[:, 1] - spans[:, 0]).sum()
 
     spans = lay_spans(np.random.default_rng(0).integers(8, 254, 2000))
-    cut, pairs = sentence_pairs(spans, 1)
-    assert pairs.answers(*cut.T).mean() == pytest.approx(0.5, abs=0.04)
-    assert lost(spans, cut) < 0.001
+    pairs = sentence_pairs(spans, 1)
+    assert answers_of(pairs).mean() == pytest.approx(0.5, abs=0.04)
+    assert lost(spans, pairs) < 0.001
     few = lay_spans([253] * 16)
-    assert np.mean([lost(few, sentence_pairs(few, key)[0]) for key in range(50)]) < 0.03
+    assert np.mean([lost(few, sentence_pairs(few, key)) for key in range(50)]) < 0.03
 
 
-def guess_rate(spans, pairs):
+def guess_rate(pairs):
     """Return how often a guess is right that looks only at whether a pair has the usual length."""
-    answers = pairs.answers(*spans.T)
-    is_full = spans[:, 1] - spans[:, 0] == np.median(spans[:, 1] - spans[:, 0])
+    answers, length = answers_of(pairs), lengths_of(pairs)
+    is_full = length == np.median(length)
     return max((is_full == answers).mean(), (is_full != answers).mean())
 
 
 def test_lengths_do_not_reveal_the_answer():
     """Most pieces fill a row. The control swaps second parts whatever their lengths."""
     spans = lay_spans([100] * 3000 + list(range(20, 100)) * 10)
-    cut, pairs = sentence_pairs(spans, 5)
-    assert guess_rate(cut, pairs) < 0.54
-    answers, left = pairs.answers(*cut.T), second_lengths(cut, pairs)
-    for of_pair in (pairs.first, left, pairs.first + left):
+    pairs = sentence_pairs(spans, 5)
+    assert guess_rate(pairs) < 0.54
+    answers, length = answers_of(pairs), lengths_of(pairs)
+    for of_pair in (pairs["first"], length - pairs["first"], length):
         by_answer = [of_pair[answers == answer] for answer in (0, 1)]
         deviation = of_pair.std() * sum(1 / len(values) for values in by_answer) ** 0.5
         assert abs(by_answer[0].mean() - by_answer[1].mean()) < 4 * deviation
 
-    left, second = second_lengths(spans, pairs), spans[:, 0] + pairs.first
+    naive, first = pairs.copy(), pairs["first"]
+    second, left = spans[:, 0] + first, spans[:, 1] - spans[:, 0] - first
     chosen = np.arange(0, len(spans), 2)
     other = np.roll(chosen, 1)
     second[chosen], left[chosen] = second[other], left[other]
-    naive = np.stack((spans[:, 0], spans[:, 0] + pairs.first + left), axis=1)
-    assert guess_rate(naive, Pairs(pairs.first, second)) > 0.75
+    naive["second"], naive["stop"] = second, spans[:, 0] + first + left
+    assert guess_rate(naive) > 0.75

@@ -5,33 +5,35 @@ Results by document are compared with their definition, every piece of text alon
 
 import json
 import math
+import os
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import contents, evaluate_into_file, read_log, start_ranks, widen, write_lines
+from conftest import contents, read_log, start_ranks, widen
 from small_stores import ONE, in_memory
 from torch import nn
 
 import evaluate
-from bert import SpecialIds
-from data import Data, places
+from bert import BertConfig, BertTask, SpecialIds
+from data import Data, GptTask, Rows
 from evaluate import DocumentScores, Evaluation, HeldOut
-from kernels.cross_entropy import IGNORE
 from model import Transformer, TransformerConfig
 from support.store import Store, byte_lengths, get_encoding
 
 BYTES = get_encoding("bytes")
 LENGTHS = byte_lengths(BYTES)
 SPECIAL_IDS = SpecialIds.of(BYTES)
+TASKS = {"gpt": GptTask(), "bert": BertTask(SPECIAL_IDS), "pairs": BertTask(SPECIAL_IDS, nsp=True)}
 CPU = ["--device", "cpu"]
 GPT = "--layers 1 --final-eval-tokens 1M"
 pytestmark = pytest.mark.usefixtures("no_sample_or_report")
 
 
-def of(store: Store, special_ids: SpecialIds | None = None) -> Data:
-    return Data(BYTES, store, special_ids, LENGTHS)
+def evaluation_of(store: Store, seq_len: int = 64, kind: str = "gpt", **more) -> Evaluation:
+    return Evaluation(Data(BYTES, store, LENGTHS), TASKS[kind], seq_len, **more)
 
 
 def documents_of(evaluation, model, rows: int) -> DocumentScores:
@@ -42,12 +44,16 @@ def documents_of(evaluation, model, rows: int) -> DocumentScores:
 class Even(nn.Module):
     """A model that gives each of 256 bytes and end-of-text the same probability."""
 
-    def losses(self, batch):
+    def forward(self, tokens, positions, doc_ids):
+        return tokens
+
+    def losses(self, x, batch):
         return math.log(257.0) * (batch.targets >= 0).double()
 
 
-def tiny(kind: str = "gpt") -> Transformer:
-    return widen(Transformer(TransformerConfig(kind, 1, 2, 16, 32, 64, 320))).double()
+def tiny(kind: str) -> Transformer:
+    config = BertConfig if kind == "bert" else TransformerConfig
+    return widen(config(1, 2, 16, 32, 64, 320).build()).double()
 
 
 @pytest.fixture(scope="module")
@@ -76,63 +82,54 @@ def test_the_same_tokens_are_masked_however_much_is_evaluated(store):
     """The masks of a part of the text are among those of the whole, though rows differ."""
 
     def asked(tokens):
-        pieces = Evaluation(of(store, SPECIAL_IDS), 64, tokens=tokens).parts[0].pieces
-        rows, batch = pieces.rows, pieces.batch(pieces.rows)
-        at = batch.targets != IGNORE
-        assert 0.13 < at.sum() / (rows.stop - rows.start).sum() < 0.17
-        return {*zip(places(rows, batch)[at].tolist(), batch.tokens[at].tolist(), strict=True)}
+        """Return what is asked for: place in the store, hidden token, target."""
+        rows = evaluation_of(store, 64, "bert", tokens=tokens).parts[0].text.rows
+        batch = TASKS["bert"].batch(store, rows, 64, rows, "mask")
+        at, piece = batch.masked, batch.doc_ids + torch.from_numpy(rows.offsets[:-1, None])
+        assert 0.13 < len(at) / rows.lengths.sum() < 0.17
+        place = rows.pieces["start"][piece.flatten()[at]] + batch.positions.flatten()[at].numpy()
+        columns = place, batch.tokens.flatten()[at], batch.targets.flatten()[at]
+        return {*zip(*(column.tolist() for column in columns), strict=True)}
 
     assert asked(2_000) < asked(None)
 
 
 def test_next_sentence_accuracy_counts_right_answers_and_changes_nothing_else(store):
     """The models know the answers, give the opposite, or always say yes."""
-    shown = []
-
-    class Shown(Evaluation):
-        def batch(self, store, rows):
-            shown.append(super().batch(store, rows))
-            return shown[-1]
 
     class Oracle(Even):
-        def follows(self, x, cls):
-            answers = shown[-1].targets.flatten()[cls]
+        def right_answers(self, x, batch):
+            answers = batch.targets.flatten()[batch.answers]
+            assert {0, 1} == set(answers.tolist())
             says = {"right": answers, "wrong": 1 - answers, "yes": answers * 0}[self.says]
-            return torch.nn.functional.one_hot(says, 2).double()
+            return says == answers
 
-        def hidden_states(self, tokens, positions, doc_ids):
-            return tokens
-
-    alone = Evaluation(of(store, SPECIAL_IDS), 64, tokens=5_000)
-    evaluation = Shown(of(store, SPECIAL_IDS), 64, tokens=5_000, nsp=True)
+    alone = evaluation_of(store, 64, "bert", tokens=5_000)
+    evaluation = evaluation_of(store, 64, "pairs", tokens=5_000)
     model, shares = Oracle(), {}
     for model.says in ("right", "wrong", "yes"):
         result = evaluation.run(model, ONE, 8)
         shares[model.says] = result.nsp_accuracy
         assert result._replace(nsp_accuracy=None, nsp_pairs=None) == alone.run(model, ONE, 8)
     assert shares["right"] == 1 and shares["wrong"] == 0 and 0.3 < shares["yes"] < 0.7
-    batches = [batch.with_documents() for batch in shown]
-    answers = torch.cat([batch.targets[batch.positions == 0] for batch in batches])
-    assert {0, 1} < set(answers.tolist()) <= {0, 1, IGNORE}
 
 
 # ---- by document
 
 
-def by_definition(store, pieces, model) -> np.ndarray:
+def by_definition(store, kind, rows, model) -> np.ndarray:
     """Return nats, targets and bytes (n, 3) of each held-out document, one piece at a time."""
     bounds = store.offsets[store.meta["train_documents"] :].tolist()
     sums = np.zeros((len(bounds) - 1, 3))
-    for row in range(len(pieces.rows)):
-        rows = pieces.rows.take(np.array([row]))
-        batch = pieces.batch(rows).with_documents()
-        for number, start in enumerate(rows.start):
-            own = batch.doc_ids[0] == number
-            tokens, targets = batch.tokens[:, own], batch.targets[:, own]
-            counted = targets[targets >= 0]
-            document = next(n for n, stop in enumerate(bounds[1:]) if start < stop)
-            nats = model((tokens, targets, None, None)).item()
-            sums[document] += (nats, len(counted), LENGTHS[counted].sum())
+    for piece in rows.pieces[:, None]:  # (1,)
+        row = Rows.of_single_pieces(piece)
+        filled = int(row.lengths[0]) + (2 if kind == "bert" else 0)
+        batch = TASKS[kind].batch(store, row, filled, row, "mask")
+        assert batch.is_plain
+        counted = batch.targets[batch.targets >= 0]
+        document = next(n for n, stop in enumerate(bounds[1:]) if piece["start"][0] < stop)
+        nats = model.loss(model(*batch.inputs), batch).item()
+        sums[document] += (nats, len(counted), LENGTHS[counted].sum())
     return sums
 
 
@@ -153,24 +150,23 @@ def few():
 @pytest.mark.parametrize("kind", ["gpt", "bert"])
 def test_packed_documents_have_the_nats_of_their_pieces_alone(few, kind):
     """With any number of rows at a time."""
-    data = of(few, SPECIAL_IDS if kind == "bert" else None)
-    evaluation, model, tolerance = Evaluation(data, 64), tiny(kind), 1e-12
+    evaluation, model, tolerance = evaluation_of(few, 64, kind), tiny(kind), 1e-12
     (part,) = evaluation.parts
-    expected = by_definition(few, part.pieces, model)
+    expected = by_definition(few, kind, part.text.rows, model)
     for rows in (8, 3):
         documents = documents_of(evaluation, model, rows)
         assert agree(documents, expected, tolerance)
     assert documents.numbers.tolist() == list(range(3, 15))
     assert model.training, "the model's mode is kept"
     # Control: the comparison notices pieces that are counted for another document.
-    exchanged = part.pieces._replace(item=np.roll(part.pieces.item, 1))
-    evaluation.parts = [part._replace(pieces=exchanged)]
+    exchanged = part.text._replace(document=np.roll(part.text.document, 1))
+    evaluation.parts = [part._replace(text=exchanged)]
     assert not agree(documents_of(evaluation, model, 8), expected, tolerance)
 
 
 def test_long_and_empty_documents_equal_an_example_worked_by_hand():
     store = in_memory(*(range(97, 97 + size) for size in (3, 0, 20, 0, 5)), held_out=4)
-    held_out = documents_of(Evaluation(of(store), 8), Even(), 2)
+    held_out = documents_of(evaluation_of(store, 8), Even(), 2)
     assert held_out.numbers.tolist() == [1, 2, 3, 4]
     assert held_out.targets.tolist() == [1, 21, 1, 6]
     assert held_out.bytes.tolist() == [0, 20, 0, 5]
@@ -179,7 +175,7 @@ def test_long_and_empty_documents_equal_an_example_worked_by_hand():
     assert total.val_loss == pytest.approx(math.log(257))
     assert (total.targets, total.bytes) == (29, 25)
     assert total.val_bpb == pytest.approx(math.log2(257) * 29 / 25)
-    bert = documents_of(Evaluation(of(store, SPECIAL_IDS), 8), Even(), 2)
+    bert = documents_of(evaluation_of(store, 8, "bert"), Even(), 2)
     assert bert.numbers.tolist() == [1, 2, 3, 4]
     assert bert.targets.tolist() == [0, 4, 0, 1], "one of each piece: of 6, 6, 6, 2, and of 5"
     assert bert.nats[[0, 2]].tolist() == [0, 0]
@@ -187,7 +183,7 @@ def test_long_and_empty_documents_equal_an_example_worked_by_hand():
 
 def test_a_store_without_held_out_documents_is_refused():
     with pytest.raises(ValueError, match=r"has no held-out document: .*--holdout"):
-        Evaluation(of(in_memory(b"all of it")), 64)
+        evaluation_of(in_memory(b"all of it"))
 
 
 # ---- results in files
@@ -203,7 +199,7 @@ def test_a_file_of_results_equals_an_example_and_is_complete_or_absent(tmp_path)
         {"document": 0, "tokens": 3, "bytes": 6, "nats": 3 * np.log(2), "bpb": 0.5},
         {"document": 1, "tokens": 0, "bytes": 0, "nats": 0.0, "bpb": None},
     ]
-    assert two.total() == HeldOut(np.log(2), 0.5, 3, 6) and "by_store" not in two.total().logged()
+    assert two.total() == HeldOut(np.log(2), 0.5, 3, 6) and "by_store" not in two.total().columns()
     with pytest.raises(ValueError, match="JSON"):
         two._replace(nats=np.array([1, np.nan])).save(file)
     assert list(tmp_path.iterdir()) == [file] and file.read_text() == text
@@ -220,7 +216,7 @@ def test_command_reports_what_the_run_reported(run_of, said):
     lines = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
     assert [line["document"] for line in lines] == list(range(454, 481))
     tokens, nats = (sum(line[name] for line in lines) for name in ("tokens", "nats"))
-    assert plain[1].startswith(f"{nats / tokens:.4f} nats per token, over {tokens:,} tokens")
+    assert plain[1].startswith(f"{nats / tokens:.4f} nats per target, over {tokens:,} targets")
     part = said("--by-document part.jsonl --tokens 2K")
     chosen = len(Path("part.jsonl").read_text().splitlines())
     assert 0 < chosen < 27 and f": {chosen} of 27 documents, those with a piece" in part[2]
@@ -236,28 +232,26 @@ def test_evaluation_uses_full_length_and_drops_nothing_whatever_training_does(ru
     assert scores[0] == scores[1]
 
 
+def evaluate_into_file(flags: list[str]) -> None:
+    """Run evaluate.py on a rank, writing its output to a file because pytest would not see it."""
+    with open(f"said-{os.environ.get('RANK', 0)}.txt", "w") as out, redirect_stdout(out):
+        evaluate.main(flags)
+
+
 @pytest.mark.dist
 def test_two_ranks_report_what_one_reports(run_of, store_dir, tmp_path, monkeypatch):
-    """For the text of a store and for questions. The run's folder does not change."""
-    asked = [{"context": f"{n} is", "continuations": ["a", " b"], "label": 1} for n in range(20)]
-    write_lines(tmp_path / "asked.jsonl", asked)
-    gpt = [str(run_of(GPT)), *CPU, "--json", "--rows", "2"]
-    runs = (
-        [*gpt, "--data", str(store_dir), "--by-document", "out.jsonl"],
-        [*gpt, "--task", "../asked.jsonl"],
-    )
+    """The run's folder does not change."""
+    flags = [str(run_of(GPT)), *CPU, "--rows", "2", "--data", str(store_dir)]
+    flags += ["--by-document", "out.jsonl"]
     before, said = contents(run_of(GPT)), []
     for ranks in (1, 2):
         (tmp_path / f"{ranks}").mkdir()
         monkeypatch.chdir(tmp_path / f"{ranks}")
         if ranks == 1:
-            for flags in runs:
-                evaluate_into_file(flags)
+            evaluate_into_file(flags)
         else:
-            start_ranks(2, *runs, work=evaluate_into_file)
-            assert Path("said-1.json").read_text() == ""
-        text, answers = map(json.loads, Path("said-0.json").read_text().splitlines())
-        del answers["tasks"][0]["items_per_s"]
-        said.append((text, answers, Path("out.jsonl").read_text()))
-    assert said[0] == said[1] and answers["tasks"][0]["questions"] == 20
+            start_ranks(2, flags, work=evaluate_into_file)
+            assert Path("said-1.txt").read_text() == ""
+        said.append((Path("said-0.txt").read_text(), Path("out.jsonl").read_text()))
+    assert said[0] == said[1] and "held-out" in said[0][0]
     assert contents(run_of(GPT)) == before

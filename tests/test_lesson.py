@@ -12,7 +12,7 @@ from torch import nn
 import config
 import lesson
 import train
-from data import open_data
+from data import GptTask, open_data
 from evaluate import Evaluation
 from packing import pack_lengths
 from plan import Plan, read_ahead
@@ -21,7 +21,6 @@ from support.clock import Clock
 from support.weights import initial_model, model_size
 from tests.test_budget import code_lines
 
-CPU = torch.device("cpu")
 FLAGS = "--curriculum seqlen --pack --ltd --optimizer adamw"
 TECHNIQUES = (lesson.longest_piece, lesson.pack, lesson.mask, lesson.draw_kept, lesson.run_kept)
 
@@ -43,13 +42,13 @@ def trained(tokens: int, steps: int) -> tuple[list[float], float]:
     sizes += f" --width {lesson.C} --heads {lesson.H}"
     argv = f"{FLAGS} {sizes} --lr {lesson.LR} --tokens {tokens}".split()
     settings, here = config.build(config.parse(argv)), runtime.start("cpu", "fp32")
-    data = open_data(settings.data, False, here)
+    data, task = open_data(settings.data, here), GptTask()
     shape = config.transformer_config(settings, *model_size(settings, data.encoding))
     model = initial_model(shape, settings)
     trainer = train.assemble(settings, model=model, runtime=here, micro_batch=lesson.ROWS)
-    ahead = islice(read_ahead(Plan(settings, data.store, None, here, shape), Clock(), CPU), steps)
-    losses = [trainer.train_step(step).loss for step, _ in ahead]
-    return losses, Evaluation(data, lesson.T).run(model, here, lesson.ROWS).val_bpb
+    ahead = read_ahead(Plan(settings, data.store, task, here, shape), Clock())
+    losses = [trainer.train_step(step).loss for step, _ in islice(ahead, steps)]
+    return losses, Evaluation(data, task, lesson.T).run(model, here, lesson.ROWS).val_bpb
 
 
 def test_the_command_in_its_head_has_its_settings():

@@ -7,6 +7,7 @@ import types
 import pytest
 import torch
 from conftest import widen
+from small_batches import loss_of, plain_rows
 from test_readme import read
 from torch import nn
 
@@ -51,8 +52,8 @@ def test_rows_packed_by_the_page_have_the_losses_of_their_documents(code_of):
     model, pieces = widen(ours.model), [[*range(9, 29)], [*range(7)], [*range(30, 34)]]
     packed = Batch(*packed_rows([pieces[0] + pieces[1], pieces[2]], 20))
     assert packed.tokens.shape == (2, 20)
-    alone = sum(model(Batch(*packed_rows([piece], len(piece)))) for piece in pieces)
-    torch.testing.assert_close(model(packed), alone)
+    alone = sum(loss_of(model, Batch(*packed_rows([piece], len(piece)))) for piece in pieces)
+    torch.testing.assert_close(loss_of(model, packed), alone)
 
 
 class InputOnly(nn.Module):
@@ -76,11 +77,10 @@ def test_the_pages_token_dropping_computes_what_ours_does(code_of):
     names = list(theirs.state_dict())
     dropping = code_of("token_dropping.py").TokenDropping(theirs, seed=7)
     for step, first_row in ((1, 0), (4, 4), (9, 0)):
-        batch = Batch(tokens, tokens.roll(-1, 1), None, None)
         context = StepContext(7, step, 0.0, seq_len=32, layers=5)
         rows = torch.arange(first_row, first_row + 4)
-        run = ltd.wrap_block(ours.run_block, settings.ltd, context, rows, batch)
-        expected = ours.hidden_states(tokens, run_block=run)
+        run = ltd.wrap_block(ours.run_block, settings.ltd, context, rows, plain_rows(tokens))
+        expected = ours(tokens, run_block=run)
         keep = ltd.kept_tokens(step - 1, over=8, start=8, seq_len=32, multiple=4)
         dropping.begin(step, keep, first_row)
         x = ours.wte(tokens) + ours.wpe(torch.arange(32))

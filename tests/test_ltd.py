@@ -4,20 +4,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from small_batches import LLAMA, batch
+from small_batches import batch, loss_of
 
 import config
 import ltd
-from model import Batch, Transformer, TransformerConfig, run_plain
-from plan import tokens_by_layer
+from bert import BertConfig
+from model import Batch, TransformerConfig, run_plain
 from support.clock import StepContext, effective_tokens
 
 
 def small(pos="rope", kind="gpt", dtype=torch.float64):
     torch.manual_seed(0)
-    more = LLAMA if kind == "llama" else {"pos": pos}
-    kind = kind.replace("llama", "gpt")
-    return Transformer(TransformerConfig(kind, 4, 2, 16, 32, 24, 40, **more)).to(dtype)
+    config = BertConfig if kind == "bert" else TransformerConfig
+    return config(4, 2, 16, 32, 24, 40, pos=pos).build().to(dtype)
 
 
 def settings_of(flags: str) -> config.Config:
@@ -41,7 +40,7 @@ def random_bits(*shape, seed=0):
 def runner_keeping(keep: int, inputs: Batch):
     """Return a block runner with which layers 1 and 2 keep `keep` of 24 tokens."""
     bits = CONTEXT.bits("ltd", (1, 2), torch.arange(len(inputs.tokens)), 24)
-    kept = ltd.draw(keep, bits, None if inputs.doc_ids is None else inputs.doc_ids < 0)
+    kept = ltd.draw(keep, bits, inputs.doc_ids < 0)
     return ltd.drop_tokens({1: kept[0], 2: kept[1]}, run_plain)
 
 
@@ -73,10 +72,8 @@ N = 4000  # rows, over which a share of 1/4 has a standard deviation of 0.0068
 def draw_kept(flags="", step=1, rows=N, seed=7) -> torch.Tensor:
     """Return which tokens a run with --ltd-start 6 keeps, as (layers, rows, 24) bool."""
     settings = settings_of(f"--layers 6 --ltd --ltd-start 6 --seq-len 24 --batch-tokens 24 {flags}")
-    tokens = torch.zeros(rows, 24, dtype=torch.int64)
     context = StepContext(seed, step, progress=0.0, seq_len=24, layers=6)
-    unpacked = Batch(tokens, tokens, None, None)
-    by_layer = ltd.draws(settings.ltd, context, torch.arange(rows), unpacked, 6)
+    by_layer = ltd.draws(settings.ltd, context, torch.arange(rows), batch(False, B=rows), 6)
     kept = torch.stack(list(by_layer.values()))
     return torch.zeros(len(kept), rows, 24, dtype=torch.bool).scatter(2, kept, True)
 
@@ -102,7 +99,7 @@ def test_keeping_all_tokens_equals_the_plain_model_bitwise(packed, kind, pos):
     model, inputs = small(pos, kind, dtype=torch.float32), batch(packed)
     whole, result = torch.arange(24).expand(3, -1), []
     for run_block in (run_plain, ltd.drop_tokens({1: whole, 2: whole}, run_plain)):
-        loss = model(inputs, run_block=run_block)
+        loss = loss_of(model, inputs, run_block)
         result.append([loss, *torch.autograd.grad(loss, [*model.parameters()])])
     assert all(map(torch.equal, *result)), "the loss, and every gradient"
 
@@ -119,9 +116,10 @@ def test_the_flags_choose_the_layers_that_drop_tokens(flags, tokens):
         seen[layer] = x.shape[1]
         return block(x, meta)
 
-    small()(inputs, run_block=wrap(settings, inputs, inner=spy))
+    small()(*inputs.inputs, run_block=wrap(settings, inputs, inner=spy))
     assert [seen[layer] for layer in range(4)] == tokens
-    assert tokens_by_layer(settings, CONTEXT, 24) == tokens, "the clock counts what runs"
+    counted = ltd.tokens_by_layer(settings.ltd, CONTEXT, 4 * [24])
+    assert counted == tokens, "the clock counts what runs"
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -132,10 +130,8 @@ def test_no_position_depends_on_a_later_one(packed):
     def is_seen(later, run_block):
         changed = inputs.tokens.clone()
         changed[:, later:] = (changed[:, later:] + 1) % 40
-        plain, out = (
-            model.logits(tokens, inputs.positions, inputs.doc_ids, run_block)
-            for tokens in (inputs.tokens, changed)
-        )
+        _, *where = inputs.inputs
+        plain, out = (model(tokens, *where, run_block) for tokens in (inputs.tokens, changed))
         return not torch.equal(out[:, :later], plain[:, :later])
 
     assert not any(is_seen(later, runner_keeping(11, inputs)) for later in range(1, 24, 3))
@@ -150,7 +146,7 @@ def test_a_draw_does_not_depend_on_ranks_or_micro_batches():
 
     def states(batch: Batch, first: int, context=CONTEXT):
         run_block = wrap(settings, batch, first, context)
-        return model.hidden_states(batch.tokens, batch.positions, batch.doc_ids, run_block)
+        return model(*batch.inputs, run_block=run_block)
 
     whole = states(inputs, 0)
     for row in range(3):
@@ -213,7 +209,8 @@ def test_published_runs_consume_their_logged_tokens(layers, at_once, micro_batch
     while consumed < settings.optim.tokens:
         context = StepContext(1, done // 2 + 1, progress=0.0, seq_len=1024, layers=layers)
         rows = torch.full((2 * at_once,), 1024).numpy()
-        consumed += effective_tokens(rows, 0 * rows, tokens_by_layer(settings, context, 1024))
+        tokens_seen = ltd.tokens_by_layer(settings.ltd, context, [1024] * layers)
+        consumed += effective_tokens(rows, 0 * rows, tokens_seen)
         done += at_once
     assert (done, consumed) == (micro_batches, tokens)
 

@@ -8,6 +8,7 @@ published 0.02, attention is nearly uniform and a wrong mask or position would h
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,14 +16,15 @@ import torch.nn.functional as F
 from conftest import widen
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_batches import LLAMA
+from small_batches import LLAMA, for_model, loss_of, plain_rows
 from torch import Tensor
 
+from bert import BertConfig
 from kernels import cross_entropy
 from kernels.cross_entropy import IGNORE
 from kernels.packed_attention import attention_mask
 from kernels.rotary import rotation
-from model import TokenMeta, Transformer, TransformerConfig
+from model import Batch, TokenMeta, Transformer, TransformerConfig
 
 KINDS = [("gpt", "learned"), ("gpt", "rope"), ("llama", "rope"), ("bert", "learned")]
 WITH_PAIRS = [*KINDS, ("bert of pairs", "learned")]  # --nsp
@@ -32,9 +34,11 @@ SEQ_LEN, VOCAB = 24, 50
 def initial(kind: str, **changes) -> Transformer:
     """Return a model with its initial weights."""
     shape = dict(layers=3, heads=2, width=16, mlp_width=32, seq_len=SEQ_LEN, vocab_size=VOCAB)
-    shape |= dict(nsp=kind == "bert of pairs") | (LLAMA if kind == "llama" else {}) | changes
+    shape |= (LLAMA if kind == "llama" else {}) | changes
     torch.manual_seed(0)
-    return Transformer(TransformerConfig(kind.replace("llama", "gpt").split()[0], **shape))
+    if "bert" in kind:
+        return BertConfig(nsp=kind == "bert of pairs", **shape).build()
+    return TransformerConfig(**shape).build()
 
 
 def tiny(kind: str = "gpt", pos: str = "learned", **changes) -> Transformer:
@@ -70,10 +74,10 @@ def test_losses_and_gradients_equal_those_of_the_logits(monkeypatch, kind, pos):
     model = tiny(kind, pos)
     tokens, targets = torch.randint(VOCAB, (2, 3, SEQ_LEN)).unbind()  # (B, T)
     targets[torch.rand(targets.shape) < 0.5] = IGNORE
-    batch = (tokens, targets, None, None)
-    expected = F.cross_entropy(model.logits(tokens).mT, targets, reduction="none")
-    assert_same_loss(model(batch), expected.sum(), model)
-    of_each = model.losses(batch)
+    batch, x = for_model(model, replace(plain_rows(tokens), targets=targets)), model(tokens)
+    expected = F.cross_entropy(model.logits(x).mT, targets, reduction="none")
+    assert_same_loss(model.loss(x, batch), expected.sum(), model)
+    of_each = model.losses(x, batch)
     assert_close(of_each, expected)
     assert of_each.shape == targets.shape and not of_each[targets == IGNORE].any()
     assert not of_each.requires_grad
@@ -84,26 +88,25 @@ def test_the_loss_of_a_bert_with_pairs_is_that_of_tokens_plus_that_of_answers(wh
     """The target of a [CLS] is an answer, not a token. The expected loss follows the equations."""
     model = tiny("bert of pairs")
     batch, _ = lay(documents(), ROWS)
-    tokens, targets, positions, doc_ids = batch
-    cls = (positions == 0) & (doc_ids >= 0)
-    if whole:  # rows of one document, whose batch has no positions and no doc_ids
-        cls = torch.zeros_like(cls).index_fill(1, torch.tensor(0), True)
-        batch = (tokens, targets.masked_fill_(cls, 1), None, None)
-        positions = doc_ids = None
-    x = model.hidden_states(tokens, positions, doc_ids)
-    logits = model.logits(tokens, positions, doc_ids)
-    of_token = targets.masked_fill(cls, IGNORE)
-    shares = torch.rand(targets.shape, dtype=torch.float64)
+    if whole:  # plain rows
+        batch.targets[:, 0] = 1
+        batch = replace(plain_rows(batch.tokens), targets=batch.targets)
+    weights = torch.rand(batch.targets.shape, dtype=torch.float64)
+    batch = for_model(model, replace(batch, weights=weights))
+    x, targets = model(*batch.inputs), batch.targets
+    cls = (batch.positions == 0) & (batch.doc_ids >= 0)
     pooled = torch.tanh(x[cls] @ model.pooler.weight.T + model.pooler.bias)
     scores = pooled @ model.nsp.weight.T + model.nsp.bias
     at = cls.flatten().nonzero().squeeze(1)
     assert_close(model.follows(x.flatten(0, 1), at), scores)
-    of_tokens = F.cross_entropy(logits.mT, of_token, reduction="none")
+    of_token = targets.masked_fill(cls, IGNORE)
+    of_tokens = F.cross_entropy(model.logits(x).mT, of_token, reduction="none")
     of_answers = F.cross_entropy(scores, targets[cls], reduction="none")
-    expected = (of_tokens * shares).sum() + of_answers @ shares[cls]
-    assert_same_loss(model(batch, shares=shares), expected, model)
-    assert_close(model(batch), of_tokens.sum() + of_answers.sum())
-    assert_close(model.losses(batch), of_tokens)
+    expected = (of_tokens * weights).sum() + of_answers @ weights[cls]
+    assert_same_loss(model.loss(x, batch), expected, model)
+    unweighted = replace(batch, weights=None)
+    assert_close(model.loss(x, unweighted), of_tokens.sum() + of_answers.sum())
+    assert_close(model.losses(x, batch), of_tokens)
 
 
 @pytest.mark.parametrize("kind, pos", WITH_PAIRS)
@@ -111,10 +114,10 @@ def test_a_batch_without_targets_has_loss_0_and_no_nan(kind, pos):
     """Also blank rows, which a rank gets if there are fewer rows than ranks."""
     model = tiny(kind, pos)
     tokens, nothing = torch.randint(VOCAB, (2, SEQ_LEN)), torch.full((2, SEQ_LEN), IGNORE)
-    blank = (tokens, nothing, torch.zeros_like(tokens), torch.full_like(tokens, -1))
-    for batch in ((tokens, nothing, None, None), blank):
-        for shares in (None, torch.zeros(2, SEQ_LEN)):
-            loss = model(batch, shares=shares)
+    blank = Batch(tokens, nothing, torch.zeros_like(tokens), torch.full_like(tokens, -1))
+    for batch in (replace(plain_rows(tokens), targets=nothing), blank):
+        for weights in (None, torch.zeros(2, SEQ_LEN)):
+            loss = loss_of(model, replace(batch, weights=weights))
             assert loss.item() == 0
             assert all(torch.equal(g, torch.zeros_like(g)) for g in gradients(loss, model).values())
 
@@ -153,11 +156,9 @@ def documents() -> list[tuple[Tensor, Tensor]]:
     return drawn
 
 
-def lay(docs: list, rows: list[list[int]]) -> tuple[tuple, dict]:
+def lay(docs: list, rows: list[list[int]]) -> tuple[Batch, dict]:
     """Lay documents in rows; return the batch, and the place of each document as (row, slice)."""
-    tokens = torch.randint(
-        VOCAB, (len(rows), T_PACKED)
-    )  # also in the padding, which must not count
+    tokens = torch.randint(VOCAB, (len(rows), T_PACKED))  # also in padding, which must not count
     targets = torch.full_like(tokens, IGNORE)
     positions = torch.zeros_like(tokens)
     doc_ids = torch.full_like(tokens, -1)
@@ -170,16 +171,19 @@ def lay(docs: list, rows: list[list[int]]) -> tuple[tuple, dict]:
             positions[place] = torch.arange(LENGTHS[doc])
             doc_ids[place] = doc
             start += LENGTHS[doc]
-    return (tokens, targets, positions, doc_ids), places
+    return Batch(tokens, targets, positions, doc_ids), places
+
+
+def scores(model: Transformer, *inputs: Tensor | None) -> Tensor:
+    return model.logits(model(*inputs))
 
 
 @torch.no_grad()
-def is_unpacked(model: Transformer, batch: tuple, places: dict) -> bool:
+def is_unpacked(model: Transformer, inputs: tuple, places: dict) -> bool:
     """Return whether every document has the logits that it has alone, in a row without a mask."""
-    tokens, _, positions, doc_ids = batch
-    packed, errors = model.logits(tokens, positions, doc_ids), []
+    packed, errors = scores(model, *inputs), []
     for doc, (tokens, _) in enumerate(documents()):
-        alone = model.logits(tokens[None])[0]
+        alone = scores(model, tokens[None])[0]
         errors.append(((packed[places[doc]] - alone).norm() / alone.norm()).item())
     assert max(errors) < 1e-10 or max(errors) > 1e-2
     return max(errors) < 1e-10
@@ -191,17 +195,18 @@ def test_packed_equals_unpacked_in_logits_loss_and_gradients(monkeypatch, kind, 
     monkeypatch.setattr("model.chosen_impl", lambda *_: impl)
     model, docs = tiny(kind, pos), documents()
     batch, places = lay(docs, ROWS)
-    assert is_unpacked(model, batch, places)
-    alone = sum(model((tokens[None], targets[None], None, None)) for tokens, targets in docs)
-    assert_same_loss(model(batch), alone, model)
+    assert is_unpacked(model, batch.inputs, places)
+    alone = [replace(plain_rows(tokens[None]), targets=targets[None]) for tokens, targets in docs]
+    assert_same_loss(loss_of(model, batch), sum(loss_of(model, each) for each in alone), model)
 
 
 def test_attention_is_dense_with_dropout_and_in_groups_when_compiled(monkeypatch):
     model, asked = tiny(dropout=0.1), []
     batch, places = lay(documents(), ROWS)
-    assert model.attention_impl(model.wte.weight) == "dense" and model(batch).isfinite()
+    assert model.attention_impl(model.wte.weight) == "dense"
+    assert loss_of(model, batch).isfinite()
     assert model.eval().attention_impl(model.wte.weight) == "adaptive"
-    assert is_unpacked(model, batch, places)
+    assert is_unpacked(model, batch.inputs, places)
     model.h[0]._compiled_call_impl = model.h[0].forward  # set by Module.compile
     assert model.attention_impl(model.wte.weight) == "groups"
     monkeypatch.setattr("model.chosen_impl", lambda _, dtype, *more: asked.append(dtype))
@@ -213,10 +218,11 @@ def test_attention_is_dense_with_dropout_and_in_groups_when_compiled(monkeypatch
 @pytest.mark.parametrize("kind, pos", KINDS)
 def test_packed_equals_unpacked_only_with_the_mask_and_restarted_positions(kind, pos):
     """Rotary positions need no restart, because only distances count."""
-    (tokens, targets, positions, doc_ids), places = lay(documents(), ROWS)
-    one_document = (tokens, targets, positions, torch.zeros_like(doc_ids))
+    batch, places = lay(documents(), ROWS)
+    one_document = (batch.tokens, batch.positions, torch.zeros_like(batch.doc_ids))
+    never_restarted = (batch.tokens, None, batch.doc_ids)
     assert not is_unpacked(tiny(kind, pos), one_document, places)
-    assert is_unpacked(tiny(kind, pos), (tokens, targets, None, doc_ids), places) == (pos == "rope")
+    assert is_unpacked(tiny(kind, pos), never_restarted, places) == (pos == "rope")
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -224,13 +230,14 @@ def test_packed_equals_unpacked_only_with_the_mask_and_restarted_positions(kind,
 def test_a_position_depends_exactly_on_what_the_mask_allows(kind, pos, packed):
     model, embedded = tiny(kind, pos), []
     model.wte.register_forward_hook(lambda module, inputs, output: embedded.append(output))
-    (tokens, _, positions, doc_ids), _ = lay(documents(), ROWS[:1])
+    batch, _ = lay(documents(), ROWS[:1])
+    tokens, doc_ids = batch.tokens, batch.doc_ids
     if packed:
-        logits = model.logits(tokens, positions, doc_ids)
+        logits = scores(model, *batch.inputs)
     else:
-        logits = model.logits(tokens)
+        logits = scores(model, tokens)
         doc_ids = torch.zeros_like(tokens)
-        assert_close(logits, model.logits(tokens, doc_ids=doc_ids))
+        assert_close(logits, scores(model, tokens, None, doc_ids))
     visible = attention_mask(doc_ids, causal=kind != "bert")[0, 0]
     for place in range(T_PACKED):
         score = logits[0, place].square().sum()
@@ -245,8 +252,9 @@ def test_a_position_depends_exactly_on_what_the_mask_allows(kind, pos, packed):
 @pytest.mark.parametrize("kind, pos", KINDS)
 def test_a_layer_of_kept_tokens_equals_a_full_layer_that_masks_other_keys(kind, pos, packed):
     model = tiny(kind, pos)
-    (tokens, _, positions, doc_ids), _ = lay(documents(), ROWS)
-    B, T = tokens.shape
+    batch, _ = lay(documents(), ROWS)
+    _, positions, doc_ids = batch.inputs
+    B, T = batch.tokens.shape
     if not packed:
         positions, doc_ids = torch.arange(T)[None], None
     turns = rotation(positions, 8, torch.float64) if pos == "rope" else None
@@ -254,7 +262,7 @@ def test_a_layer_of_kept_tokens_equals_a_full_layer_that_masks_other_keys(kind, 
     kept = torch.stack([torch.randperm(T)[:11].sort().values for _ in range(B)])  # (B, K)
     x = torch.randn(B, T, 16, dtype=torch.float64)
 
-    kept_meta = meta.take(kept)
+    kept_meta = meta.of_kept(kept)
     x_kept = x.gather(1, kept[:, :, None].expand(-1, -1, 16))  # (B, K, C)
     result = model.h[1](x_kept, kept_meta)
 
@@ -277,8 +285,8 @@ def test_dropout_acts_only_in_training_and_adds_no_parameters():
     model, dropped = tiny(), tiny(dropout=0.5)
     tokens = torch.randint(VOCAB, (2, SEQ_LEN))
     assert model.state_dict().keys() == dropped.state_dict().keys()
-    assert not dropped.logits(tokens).equal(model.logits(tokens))
-    assert dropped.eval().logits(tokens).equal(model.logits(tokens))
+    assert not dropped(tokens).equal(model(tokens))
+    assert dropped.eval()(tokens).equal(model(tokens))
 
 
 def test_a_llamas_norm_and_mlp_follow_the_equations_and_queries_share_keys():
@@ -296,7 +304,7 @@ def test_a_llamas_norm_and_mlp_follow_the_equations_and_queries_share_keys():
         weights[name] = torch.cat((q, k, k, v, v))
     wider.load_state_dict(weights)
     tokens = torch.randint(VOCAB, (2, SEQ_LEN))
-    assert_close(model.logits(tokens), wider.logits(tokens))
+    assert_close(model(tokens), wider(tokens))
 
 
 def test_outputs_to_the_residual_stream_start_smaller_in_gpt():
@@ -309,11 +317,8 @@ def test_outputs_to_the_residual_stream_start_smaller_in_gpt():
                 assert not inner.bias.any()
 
 
-UNKNOWN = [("pos", "alibi"), ("norm", "batchnorm"), ("mlp", "relu"), ("kind", "t5")]
-
-
-@pytest.mark.parametrize("name, value", UNKNOWN)
+@pytest.mark.parametrize("name, value", [("pos", "alibi"), ("norm", "batchnorm"), ("mlp", "relu")])
 def test_unknown_choices_are_refused(name, value):
     """For example, an unknown kind of positions is not treated as rotary."""
     with pytest.raises(ValueError, match=value):
-        initial(**{"kind": "gpt", name: value}).logits(torch.ones(1, 8).long())
+        initial("gpt", **{name: value})(torch.ones(1, 8).long())

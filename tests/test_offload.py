@@ -18,7 +18,7 @@ import torch
 from conftest import ALL_ON, SMALL, metrics, read_log, refusal, start_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from small_batches import LLAMA, batch
+from small_batches import LLAMA, batch, loss_of, plain_rows
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -27,7 +27,8 @@ import config
 import offload
 import pseudo
 import train
-from model import Batch, Transformer, TransformerConfig, run_plain, run_recomputed
+from bert import BertConfig
+from model import Transformer, TransformerConfig, run_plain, run_recomputed
 from offload import Level, Link, Offload, OffloadConfig, Part, Placement, Slot, place
 from support.optim import Optimizers
 from support.runtime import Runtime
@@ -50,7 +51,8 @@ MIXTURES = {
 
 def small(kind="gpt", pos="learned", shared=False, blocks=4, **more):
     torch.manual_seed(0)
-    model = Transformer(TransformerConfig(kind, blocks, 2, 16, 32, 24, 40, **{"pos": pos, **more}))
+    config = BertConfig if kind == "bert" else TransformerConfig
+    model = config(blocks, 2, 16, 32, 24, 40, **{"pos": pos, **more}).build()
     if shared:
         model.h[3] = model.h[0]
     return model
@@ -73,7 +75,7 @@ class Run:
         inputs = inputs or batch(packed=self.device == CPU, seed=self.number).to(self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype != FP32):
             run_block = self.offloaded.wrap_block(run_recomputed if recomputed else run_plain)
-            loss = self.model(inputs, run_block=run_block) / 63
+            loss = loss_of(self.model, inputs, run_block) / 63
         with self.offloaded.around_backward(is_last):
             loss.backward()
         self.losses.append(loss.detach())  # not item(), which would wait for the device
@@ -199,7 +201,7 @@ def test_placements_fit_the_budget_and_offload_in_order(parts, share, more):
 
 def test_a_budget_gives_the_placement_and_too_little_host_memory_a_warning(monkeypatch):
     with torch.device("meta"):
-        model = Transformer(TransformerConfig("gpt", 4, 2, 64, 2048, 24, 40))
+        model = Transformer(TransformerConfig(4, 2, 64, 2048, 24, 40))
     here = Runtime(0, 1, torch.device("cpu"), torch.float32, "", 24 * 10**6)
 
     def placement(budget):
@@ -253,8 +255,8 @@ def test_every_placement_equals_the_plain_run_bitwise(model, micro_batches, kind
 def test_evaluation_fetches_weights_and_a_block_without_its_weights_returns_nan():
     run, without = Run(small(), MIXTURES["weights"]).steps(1), plain(1)
     with torch.no_grad():
-        assert torch.equal(run.model(batch(seed=9)), without.model(batch(seed=9)))
-        assert run.model(batch(seed=9), run_block=run_plain).isnan()
+        assert torch.equal(loss_of(run.model, batch(seed=9)), loss_of(without.model, batch(seed=9)))
+        assert loss_of(run.model, batch(seed=9), run_plain).isnan()
     run.offloaded.fetch(1)  # fetched before the step, so it must not be used after it
     run.steps(1)
     assert_same(run, plain(2))
@@ -517,7 +519,7 @@ def most_bytes(run, micro_batches, V, T):
     def step():
         for number in range(1, micro_batches + 1):
             tokens = torch.randint(V, (1, T))
-            inputs = Batch(tokens, tokens.roll(-1, 1), None, None)
+            inputs = plain_rows(tokens)
             run.backward(number == micro_batches, inputs=inputs)
         run.update()
 
@@ -547,7 +549,7 @@ def test_a_step_needs_the_planned_memory(blocks, outside, tied):
     """
     V, T = 4096, 8
     torch.manual_seed(0)
-    config = TransformerConfig("gpt", 4, 2, 64, 256, T, V, tied=tied)
+    config = TransformerConfig(4, 2, 64, 256, T, V, tied=tied)
     run = Run(Transformer(config), (outside, *[blocks] * 4))
     planned, most = run.offloaded.placement.device_bytes(), most_bytes(run, 3, V, T)
     assert most == pytest.approx(planned, rel=0.1)
@@ -574,7 +576,7 @@ def test_on_a_gpu_losses_equal_plain_training_within_the_planned_memory(mixture)
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.manual_seed(0)
-        model = Transformer(TransformerConfig("gpt", 4, 4, 256, 1024, 24, 512))
+        model = Transformer(TransformerConfig(4, 4, 256, 1024, 24, 512))
         run = Run(model, offloaded, device=GPU).steps(4, micro_batches=2)
         placement, pieces = run.offloaded.placement, run.offloaded.link.pieces
         assert torch.cuda.memory_allocated() - before <= placement.device_bytes() + 2**20

@@ -1,5 +1,6 @@
 """The plan: every token is a target once per pass; rows do not depend on the number of ranks."""
 
+import random
 from functools import partial
 from itertools import pairwise
 
@@ -10,7 +11,6 @@ from conftest import SMALL, first_steps, refusal
 from small_stores import in_memory
 
 import config
-from bert import SpecialIds
 from data import Rows
 from kernels.cross_entropy import IGNORE
 from plan import Plan, draw
@@ -18,7 +18,7 @@ from support.clock import Clock, Cursor
 from support.runtime import Runtime
 from support.store import Store, get_encoding
 
-SPECIAL_IDS = SpecialIds.of(get_encoding("bytes"))
+BYTES = get_encoding("bytes")
 
 
 class Isolated(Runtime):
@@ -33,9 +33,9 @@ class Isolated(Runtime):
 
 def plan(store, flags="", number=0, world=1):
     settings = config.build(config.parse(f"{SMALL} {flags}".split()))
-    special_ids = SPECIAL_IDS if "bert" in flags else None
     runtime = Isolated(number, world, torch.device("cpu"), torch.float32, "")
-    return Plan(settings, store, special_ids, runtime, config.transformer_config(settings, 320))
+    task, model = config.task_of(settings, BYTES), config.transformer_config(settings, 320)
+    return Plan(settings, store, task, runtime, model)
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +55,6 @@ def indexed(store, tmp_path_factory):
     return make
 
 
-def clock_at(first_draw, consumed_tokens=0):
-    """Return a clock between two windows or steps, at this draw."""
-    cursor = Cursor(first_draw=first_draw, drawn_at_tokens=consumed_tokens)
-    return Clock(consumed_tokens=consumed_tokens, cursor=cursor)
-
-
-def rows_of_step(p, clock):
-    return (p.packed_rows(clock) if p.settings.pack.on else p.unpacked_rows(clock)).rows
-
-
 def drawn(plan, first, count, stage_start=0, pool=None):
     return draw(plan.samples, pool, Cursor(first, stage_start), count=count, seed=1337)
 
@@ -80,11 +70,10 @@ def test_every_training_token_is_a_target_once_per_pass(store, flags):
     seen = np.zeros(store.meta["train_tokens"], dtype=int)
     window = (16 if p.settings.pack.on else 1) * p.draws_per_step
     for first in range(0, passes, window):
-        clock = clock_at(first)
-        rows = p.packed_window(clock.cursor).rows if flags else rows_of_step(p, clock)
-        assert rows.sums(rows.stop - rows.start).max() <= 32
-        assert rows.stop.max() <= store.meta["train_tokens"], "held-out text was read"
-        for start, stop in zip(rows.start, rows.stop, strict=True):
+        rows = p.window(Cursor(first_draw=first)).rows
+        assert rows.sum_by_row(rows.lengths).max() <= 32
+        assert rows.pieces["stop"].max() <= store.meta["train_tokens"], "held-out text was read"
+        for start, stop, _ in rows.pieces:
             seen[start:stop] += 1
     for start, stop in drawn(p, passes, first + window - passes)[0]:  # of a third pass
         seen[start:stop] -= 1
@@ -92,7 +81,7 @@ def test_every_training_token_is_a_target_once_per_pass(store, flags):
 
 
 def rows_as_pieces(rows):
-    return sorted(tuple(rows.start[a:b].tolist()) for a, b in pairwise(rows.offsets))
+    return sorted(tuple(rows.pieces["start"][a:b].tolist()) for a, b in pairwise(rows.offsets))
 
 
 def test_the_example_in_the_head_of_plan_py_is_right(store):
@@ -101,20 +90,17 @@ def test_the_example_in_the_head_of_plan_py_is_right(store):
     Steps use every row of every window once, in order.
     """
     size = "--seq-len 64 --batch-tokens 256 --tokens 20000"
-    assert [step.before.cursor.first_draw for step in first_steps(plan(store, size), 3)] == [
-        0,
-        4,
-        8,
-    ]
+    unpacked = first_steps(plan(store, size), 3)
+    assert [step.before.cursor.first_draw for step in unpacked] == [0, 4, 8]
     p = plan(store, f"{size} --pack")
     packed = first_steps(p, 45)
     positions = [(s.before.cursor.first_draw, s.before.cursor.row) for s in packed]
     assert positions[:3] == [(0, 0), (0, 4), (0, 8)]
     assert {first for first, _ in positions} >= {0, 64, 128}
-    windows = Rows.join([p.packed_window(clock_at(first).cursor).rows for first in (0, 64, 128)])
+    windows = Rows.join([p.window(Cursor(first_draw=first)).rows for first in (0, 64, 128)])
     for number, step in enumerate(packed[: len(windows) // 4]):
-        of_step = windows.take(np.arange(4 * number, 4 * number + 4))
-        assert rows_as_pieces(p.packed_rows(step.before).rows) == rows_as_pieces(of_step)
+        of_step = windows.select(np.arange(4 * number, 4 * number + 4))
+        assert rows_as_pieces(step.all.rows) == rows_as_pieces(of_step)
 
 
 RARE = "--model bert --nsp --curriculum length-rarity"
@@ -131,15 +117,12 @@ def test_a_packed_step_has_the_pieces_of_the_unpacked_step(indexed, alone, packe
     roomy = "--seq-len 1024 --batch-tokens 8192 --tokens 200K"
     one_a_row, together = (indexed(f"{flags} {roomy}") for flags in (alone, packed))
     for a, b in zip(first_steps(one_a_row, 12), first_steps(together, 12), strict=True):
-        pieces = []
-        for p, clock in ((one_a_row, a.before), (together, b.before)):
-            rows = rows_of_step(p, clock)
-            pieces.append(sorted(zip(rows.start.tolist(), rows.stop.tolist(), strict=True)))
-        assert pieces[0] == pieces[1]
+        pieces, others = (np.sort(step.all.rows.pieces) for step in (a, b))
+        assert np.array_equal(pieces, others)
         counts = ("step", "consumed_tokens", "real_tokens", "pieces")
         assert [getattr(a.after, n) for n in counts] == [getattr(b.after, n) for n in counts]
-        targets = b.pieces if "--loss-per" in packed else a.targets
-        assert (a.pieces, a.difficulty, targets) == (b.pieces, b.difficulty, b.targets)
+        divisor = len(pieces) if "--loss-per" in packed else a.divisor
+        assert (a.all.stage.difficulty, divisor) == (b.all.stage.difficulty, b.divisor)
         assert len(b.batch.tokens) <= len(a.batch.tokens)
         assert (b.batch.targets != IGNORE).sum() == (a.batch.targets != IGNORE).sum()
     assert b.after.positions < a.after.positions
@@ -172,32 +155,34 @@ def check_steps_follow_from_the_clock(make, count):
     steps, again = first_steps(make(), count), make()
     for whole in reversed(steps):
         alone = again(whole.before)
-        assert alone.after == whole.after and alone.difficulty == whole.difficulty
+        assert alone.after == whole.after and again.columns(alone) == again.columns(whole)
         assert torch.equal(alone.batch.tokens, whole.batch.tokens)
         assert torch.equal(alone.batch.targets, whole.batch.targets)
     for world, some in ((2, steps[::8]), (3, steps[4::8]), (16, steps[-1:])):
         ranks = [make(number, world) for number in range(world)]
         for whole in some:
             parts = [rank(whole.before) for rank in ranks]
-            for part in parts:
-                assert part.columns() == whole.columns(), "the logged columns"
-                assert (part.targets, part.after) == (whole.targets, whole.after)
+            for rank, part in zip(ranks, parts, strict=True):
+                assert rank.columns(part) == again.columns(whole), "the logged columns"
+                assert (part.divisor, part.after) == (whole.divisor, whole.after)
                 assert part.batch.tokens.shape == parts[0].batch.tokens.shape, "equally many rows"
             R = len(whole.batch.tokens)
-            order = torch.cat([part.rows for part in parts]).argsort()
+            order = torch.cat([part.row_numbers for part in parts]).argsort()
             for field in ("tokens", "targets"):
                 rows = torch.cat([getattr(part.batch, field) for part in parts])[order]
                 assert torch.equal(rows[:R], getattr(whole.batch, field))
             assert R <= len(rows) < R + world and (rows[R:] == IGNORE).all()
-            documents = torch.cat([part.batch.with_documents().doc_ids for part in parts])[order]
+            documents = torch.cat([part.batch.doc_ids for part in parts])[order]
             assert (documents[R:] == -1).all(), "blank rows, which do not count"
 
 
 def test_a_step_counts_targets_padding_and_layer_tokens(store):
-    step = plan(store, "--pack")(Clock())
+    p = plan(store, "--pack")
+    step = p(Clock())
     real = int((step.batch.targets >= 0).sum())
-    assert step.targets == real == step.after.real_tokens == step.after.consumed_tokens
-    assert step.padding_share == pytest.approx(1 - real / 256) and step.after.positions == 256
+    assert step.divisor == real == step.after.real_tokens == step.after.consumed_tokens
+    assert p.columns(step)["padding_share"] == pytest.approx(1 - real / 256, abs=1e-6)
+    assert step.after.positions == 256
     assert step.after.layer_tokens == 4 * 256
 
     step = plan(store, "--ltd --ltd-start 16")(Clock())
@@ -213,7 +198,7 @@ def test_a_bert_consumes_its_cls_and_sep_tokens(store):
     """Also with token dropping, which drops padding first, so that short rows count in full."""
     for flags, layers in (("", 4 * [32]), (" --ltd --ltd-start 16", [32, 16, 16, 32])):
         p = plan(store, "--model bert" + flags)
-        step = next(s for s in first_steps(p, 30) if s.batch.doc_ids is not None)
+        step = next(s for s in first_steps(p, 30) if not s.batch.is_plain)
         lengths = (step.batch.doc_ids >= 0).sum(1).tolist()
         assert min(lengths) < 32
         consumed = step.after.consumed_tokens - step.before.consumed_tokens
@@ -234,7 +219,7 @@ def test_packing_documents_of_a_rows_length_is_the_plain_run():
     ):
         assert packed.after[:6] == plain.after[:6]
         assert torch.equal(packed.batch.tokens, plain.batch.tokens)
-        assert packed.batch.doc_ids is None and plain.batch.doc_ids is None
+        assert packed.batch.is_plain and plain.batch.is_plain
 
 
 # ---- which samples a curriculum allows
@@ -251,14 +236,14 @@ def test_pools_grow_and_a_stage_draws_every_sample_before_any_twice(indexed):
         spans = drawn(p, step.before.cursor.first_draw, p.draws_per_step, since, pool)[0]
         ids = ((spans[:, 0] - p.samples.start) // 32).tolist()
         reach = pool.reach if pool else len(p.samples)
-        assert step.difficulty["pool"] == reach
+        assert p.columns(step)["pool"] == reach
         assert pool is None or set(ids) <= set(pool.rankings[0].order[:reach].tolist())
         stage_ids += ids
         for first in range(0, len(stage_ids), reach):
             part = stage_ids[first : first + reach]
             assert len(set(part)) == len(part)
     stages = {step.after.cursor.stage_first_draw for step in steps}
-    assert len(stages) == len({step.difficulty["pool"] for step in steps}) > 30, "one per pool"
+    assert len(stages) == len({p.columns(step)["pool"] for step in steps}) > 30, "one per pool"
     assert reach == len(p.samples)
     for number in range(2):
         assert len({*drawn(p, since + number * reach, reach, since)[0][:, 0].tolist()}) == reach
@@ -283,18 +268,19 @@ def test_a_step_carries_the_difficulty_at_which_its_rows_were_drawn(indexed):
     steps = first_steps(p, 50)  # all planned before any is checked
     for step in steps:
         fresh = p.curriculum.at(step.before.consumed_tokens)
-        assert step.difficulty["difficulty_seqlen"] == fresh.difficulty["seqlen"]
-        assert step.difficulty["difficulty_rarity"] == fresh.difficulty["rarity"]
-        assert step.batch.tokens.shape[1] == step.max_piece_len == fresh.max_piece_len
-    assert len({step.difficulty["difficulty_rarity"] for step in steps}) > 20
+        assert step.all.stage == fresh and p.columns(step).items() >= {
+            ("difficulty_seqlen", fresh.difficulty["seqlen"]),
+            ("difficulty_rarity", fresh.difficulty["rarity"]),
+        }
+        assert step.batch.tokens.shape[1] == fresh.max_piece_len
+    assert len({step.all.stage.difficulty["rarity"] for step in steps}) > 20
     flags = "--pack --curriculum seqlen --curriculum-start 8 --curriculum-pace linear"
     flags += " --curriculum-share 1 --tokens 10000"
     for model in ("", "--model bert"):  # whose pieces make room for [CLS] and [SEP]
         steps = first_steps(indexed(f"{flags} {model}"), 35)
-        assert len({step.max_piece_len for step in steps}) > 2
+        assert len({step.all.stage.max_piece_len for step in steps}) > 2
         for step in steps:
-            positions = step.batch.positions
-            assert positions is None or positions.max() + 1 == step.max_piece_len
+            assert step.batch.positions.max() + 1 == step.all.stage.max_piece_len
 
 
 def test_reshaped_rows_predict_every_token_once(store, indexed):
@@ -304,11 +290,80 @@ def test_reshaped_rows_predict_every_token_once(store, indexed):
     p = indexed(f"{size} --curriculum {curriculum}")
     plain, widths = plan(store, size), set()
     for number in range(8):
-        clock = clock_at(8 * number, consumed_tokens=400 * number)
+        consumed = 400 * number
+        cursor = Cursor(first_draw=8 * number, drawn_at_tokens=consumed)
+        clock = Clock(consumed_tokens=consumed, cursor=cursor)
         step, whole = p(clock), plain(clock)
         widths.add(step.batch.tokens.shape[1])
-        assert step.batch.tokens.shape[1] <= step.difficulty["difficulty_seqlen-reshape"] < 40
+        assert step.batch.tokens.shape[1] <= step.all.stage.difficulty["seqlen-reshape"] < 40
         targets = step.batch.targets[step.batch.targets != IGNORE]
         assert sorted(targets.tolist()) == sorted(whole.batch.targets.flatten().tolist())
-        assert step.targets == whole.targets == 320 and step.after.real_tokens == 320
+        assert step.divisor == whole.divisor == 320 and step.after.real_tokens == 320
     assert widths == {8, 16, 24}
+
+
+# ---- what lies ahead
+
+AHEAD = [
+    "",
+    "--pack",
+    "--model bert --seq-len 256 --batch-tokens 8192 --tokens 400K",  # most documents are short
+    "--model bert --pack --nsp",
+    "--ltd --ltd-start 8 --ltd-pace linear --ltd-share 0.8",
+    "--ltd --ltd-start 8 --ltd-steps 70 --pack --pack-batch documents",
+    "--curriculum seqlen --curriculum-pace discrete:32@0.3:8@0.31:16",
+    "--curriculum seqlen-reshape --curriculum-start 8 --curriculum-pace linear",
+    "--curriculum rarity --curriculum-start 5 --model bert",
+    "--curriculum seqlen,rarity --curriculum-start 8,1 --ltd --ltd-start 16 --pack",
+    "--pseudo --pseudo-layers 2 --pseudo-until 0.5",
+]
+
+
+def end_of(p):
+    """Plan a run to its end, without reading any text."""
+    clock = Clock()
+    while clock.consumed_tokens < p.settings.optim.tokens:
+        clock = p.clock_after(clock, p.rows_of_step(clock))
+    return clock
+
+
+def assert_is_forecast(p):
+    """Assert that what is forecast before the first step is right within 5 %."""
+    ahead, end = p.forecast(Clock()), end_of(p)
+    assert (ahead.steps, ahead.flops) == pytest.approx((end.step, end.flops), rel=0.05)
+    assert ahead.tokens == pytest.approx(end.real_tokens, rel=0.05)
+
+
+@pytest.mark.parametrize("flags", AHEAD)
+def test_a_forecast_is_where_the_run_ends(indexed, flags):
+    assert_is_forecast(indexed(f"--tokens 100K {flags}"))
+
+
+def random_flags(seed):
+    """Draw a command line; metrics are limited to those that its samples allow."""
+    draw = random.Random(seed)
+    model = draw.choice(["", "", "--model bert", "--model bert --nsp"])
+    pack = draw.choice(["", "--pack", "--pack --pack-batch documents", "--pack --pack-batch rows"])
+    metrics = [
+        "",
+        "seqlen",
+        "rarity",
+        "seqlen,rarity",
+        "length" if pack or model else "seqlen-reshape",
+    ]
+    flags = [model, pack, f"--seq-len {draw.choice([32, 64, 128])} --batch-tokens 2048"]
+    if metric := draw.choice(metrics):
+        pace, share = draw.choice(["linear", "root:2", "root:4"]), draw.uniform(0.2, 1)
+        flags.append(f"--curriculum {metric} --curriculum-pace {pace} --curriculum-share {share}")
+    if draw.random() < 0.5:
+        pace = draw.choice(["linear", "root", "constant"])
+        flags.append(f"--ltd --ltd-pace {pace} --ltd-share {draw.uniform(0.1, 1)}")
+    if draw.random() < 0.3:
+        flags.append(f"--pseudo --pseudo-layers 2 --pseudo-until {draw.uniform(0.1, 0.9)}")
+    return " ".join(flags)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_a_forecast_of_random_flags_is_where_the_run_ends(indexed, seed):
+    assert_is_forecast(indexed(f"--tokens 300K {random_flags(seed)}"))

@@ -10,6 +10,7 @@ import torch
 from conftest import ALL_ON, losses_of, metrics, read_log, refusal
 from hypothesis import given
 from hypothesis import strategies as st
+from small_batches import loss_of, plain_rows
 
 import config
 import evaluate
@@ -82,7 +83,7 @@ def test_impossible_stages_are_refused():
 
 def model_of(owners, seed=0):
     torch.manual_seed(seed)
-    model = Transformer(TransformerConfig("gpt", len(owners), 2, 16, 32, 8, 40))
+    model = Transformer(TransformerConfig(len(owners), 2, 16, 32, 8, 40))
     pseudo.share(model, owners)
     return model
 
@@ -90,7 +91,7 @@ def model_of(owners, seed=0):
 def a_step(model, optimizers, owners, seed):
     torch.manual_seed(seed)
     tokens = torch.randint(0, 40, (2, 8))
-    (model((tokens, tokens.roll(-1, 1), None, None)) / 16).backward()
+    (loss_of(model, plain_rows(tokens)) / 16).backward()
     average(optimizers.named, owners)
     optimizers.clip_gradients(1.0)
     optimizers.step(0.01)
@@ -106,7 +107,7 @@ def train_model(owners, kind="adamw"):
 
 
 def logits_of(model):
-    return model.logits(torch.arange(16).view(2, 8))
+    return model.logits(model(torch.arange(16).view(2, 8)))
 
 
 def model_from(state):
@@ -179,9 +180,8 @@ def test_shared_weights_get_the_mean_gradient_of_their_layers():
     apart.load_state_dict(shared.state_dict())
     tokens = torch.arange(32).view(4, 8) % 40
     for rows in tokens.chunk(2):
-        batch = (rows, rows.roll(-1, 1), None, None)
-        apart(batch).backward()
-        shared(batch).backward()
+        for model in (apart, shared):
+            loss_of(model, plain_rows(rows)).backward()
     summed = shared.h[1].mlp.c_fc.weight.grad.clone()
     average(dict(shared.named_parameters()), owners)
     assert torch.allclose(shared.h[1].mlp.c_fc.weight.grad * 2, summed)

@@ -1,8 +1,8 @@
 """Every command of docs/recipes.md runs, at a small size.
 
-First the test makes the files that the commands name: folders of text, questions, published
-weights. Commands that train get flags that make the model tiny. GPT-2's tokenizer, which would have
-to be downloaded, is replaced by bytes.
+First the test makes the files that the commands name: folders of text and published weights.
+Commands that train get flags that make the model tiny. GPT-2's tokenizer, which would have to be
+downloaded, is replaced by bytes.
 """
 
 import importlib
@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import write_lines
 from test_readme import commands_of, documents, read
 
 from kernels.rotary import Scaling
@@ -41,8 +40,6 @@ def make_input_files() -> None:
         (Path() / folder).mkdir()
         for number, page in enumerate(pages):
             (Path() / folder / f"{number}.py").write_text(f"# {folder}\n{page}")
-    question = {"context": "one two", "continuations": [" three", " four"], "label": 0}
-    write_lines(Path("questions.jsonl"), [question])
     torch.manual_seed(0)
     Path("llama").mkdir()
     write_ranks(Path("llama/tokenizer.model"), {bytes([byte]): byte for byte in range(256)})
@@ -56,7 +53,7 @@ def make_input_files() -> None:
         ("gpt2.safetensors", GPT2_LAYOUT, 320, {}),
         ("llama/model.safetensors", LLAMA_LAYOUT, 512, llama),
     ):
-        model = Transformer(TransformerConfig("gpt", 3, 2, 32, 128, 32, rows, **switches))
+        model = Transformer(TransformerConfig(3, 2, 32, 128, 32, rows, **switches))
         with open(file, "wb") as out:
             entries = published_entries(model.state_dict(), layout, (2, 2, 2), 16)
             save_file(out, entries)

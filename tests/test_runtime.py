@@ -27,14 +27,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import ALL_ON, SMALL, contents, losses_of, read_log, refusal, same, start_ranks
-from small_batches import LLAMA, batch
+from small_batches import LLAMA, batch, for_model, loss_of
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import pseudo
 import sample
 import train
-from data import Data
+from bert import Bert, BertConfig
+from data import Data, GptTask
 from evaluate import Evaluation
 from kernels import triton_here
 from kernels.packed_attention import chosen_impl
@@ -215,26 +216,26 @@ T, V = 24, 65  # neither 2 nor 3 ranks can share the 65 rows of the embedding ev
 
 
 def gpt(vocab_size: int = V, seq_len: int = T) -> Transformer:
-    return random_model(TransformerConfig("gpt", 4, 2, 16, 64, seq_len, vocab_size, "rope"))
+    return random_model(TransformerConfig(4, 2, 16, 64, seq_len, vocab_size, "rope"))
 
 
 def gpt_with_shared_block() -> Transformer:
     """Return a model in which layers 1 to 3 share weights and the last layer is absent."""
-    model = random_model(TransformerConfig("gpt", 5, 2, 16, 64, T, V, "learned"))
+    model = random_model(TransformerConfig(5, 2, 16, 64, T, V, "learned"))
     return pseudo.share(model, (0, 1, 1, 1, pseudo.ABSENT))
 
 
 def llama() -> Transformer:
-    return random_model(TransformerConfig("gpt", 3, 2, 16, 64, T, V, **LLAMA))
+    return random_model(TransformerConfig(3, 2, 16, 64, T, V, **LLAMA))
 
 
 def bert() -> Transformer:
-    return random_model(TransformerConfig("bert", 3, 2, 16, 64, T, V, "learned", nsp=True))
+    return random_model(BertConfig(3, 2, 16, 64, T, V, "learned", nsp=True))
 
 
 def random_model(config: TransformerConfig) -> Transformer:
     """Return a model with random weights; initially scales of norms would be 1 and biases 0."""
-    model, random = Transformer(config), torch.Generator().manual_seed(0)
+    model, random = config.build(), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.1)
@@ -244,11 +245,11 @@ def random_model(config: TransformerConfig) -> Transformer:
 def rows_of(model: Transformer, step: int, rows: int) -> Batch:
     """Return packed rows; for a BERT with pairs, with the answers whether second parts follow."""
     packed = batch(seed=step, B=rows, T=T)
-    if model.config.nsp:
+    if isinstance(model, Bert):
         begins = (packed.positions == 0) & (packed.doc_ids >= 0)
         random = torch.Generator().manual_seed(step)
         packed.targets[begins] = torch.randint(2, (int(begins.sum()),), generator=random)
-    return packed
+    return for_model(model, packed)
 
 
 class Trained:
@@ -273,7 +274,7 @@ class Trained:
             if world_size > 1:
                 fsdp.sync_gradients(self.model, row == own[-1])
             with autocast():
-                loss = self.model(inputs.rows(slice(row, row + 1)), run_block=run_block)
+                loss = loss_of(self.model, inputs.rows(slice(row, row + 1)), run_block)
             (loss * world_size / (rows * T)).backward()
             total += loss.detach() / (rows * T)
         return self.runtime.reduce(total)
@@ -325,11 +326,11 @@ def check_steps(runtime: Runtime, build: Callable) -> None:
     inputs, values = rows_of(ours.model, 9, 3), []
     with torch.no_grad():
         for model in (ours.model, alone.model):
-            x = model.hidden_states(inputs.tokens, *inputs[2:])
-            values.append([x, model.losses(inputs), model.logits(inputs.tokens)])
-            if model.config.nsp:
-                cls = (inputs.positions == 0).flatten().nonzero().squeeze(1)
-                values[-1].append(model.follows(x.flatten(0, 1), cls))
+            with fsdp.evaluating(model):
+                x = model(*inputs.inputs)
+                values.append([x, model.losses(x, inputs), model.logits(x)])
+                if isinstance(model, Bert):
+                    values[-1].append(model.follows(x.flatten(0, 1), inputs.answers))
     for value, expected in zip(*values, strict=True):
         assert (value - expected).abs().max() < 1e-6
     for trained in (ours, alone):  # an evaluation must not leave weights gathered or freed
@@ -348,7 +349,7 @@ def check_nonfinite_gradients(runtime: Runtime) -> None:
     assert runtime.gather(bool(rows.isnan().any())) == [True] * runtime.world_size
     ours.optimizers.step(1e-2)  # frees the gradients
     fsdp.sync_gradients(ours.model, False)  # control: without averaging there are none
-    ours.model(rows_of(ours.model, 0, 1)).backward()
+    loss_of(ours.model, rows_of(ours.model, 0, 1)).backward()
     assert all(gradient is None for gradient in ours.all_gradients().values())
 
 
@@ -398,9 +399,9 @@ def check_text_and_evaluation(runtime: Runtime, store: str) -> None:
         random = torch.Generator().manual_seed(number)
         texts.append("".join(sample.write(model, encoding, "a", 6, generator=random)))
     assert texts[0] == texts[1]
-    data = Data(encoding, Store.open(store), None, byte_lengths(encoding))
-    evaluation = Evaluation(data, 32, tokens=300)
-    rows = len(evaluation.parts[0].pieces.rows)
+    data = Data(encoding, Store.open(store), byte_lengths(encoding))
+    evaluation = Evaluation(data, GptTask(), 32, tokens=300)
+    rows = len(evaluation.parts[0].text.rows)
     at_once = next(n for n in (4, 5, 7) if -(-rows // n) % runtime.world_size)
     result = evaluation.run(ours, runtime, at_once)
     expected = evaluation.run(alone, checkpoint.ALONE, at_once)

@@ -118,12 +118,12 @@ def test_a_positional_scheme_can_be_added(tmp_path):
     succeeds(copy, "train.py", *flags.split(), "--curriculum", "seqlen", "--batch-tokens", "1024")
     check = """
 import evaluate, torch
-from model import Transformer, TransformerConfig
+from model import TransformerConfig
 from tests.conftest import widen
 def scores(*row):
-    return gpt.logits(torch.tensor([row]))[0, -1]
+    return gpt.logits(gpt(torch.tensor([row])))[0, -1]
 for layers, tells_order in ((1, False), (2, True)):
-    gpt = widen(Transformer(TransformerConfig("gpt", layers, 2, 16, 64, 8, 40, pos="none")))
+    gpt = widen(TransformerConfig(layers, 2, 16, 64, 8, 40, pos="none").build())
     assert torch.allclose(scores(1, 2, 3), scores(2, 1, 3), atol=1e-5) != tells_order
 evaluate.main(["run", "--tokens", "500"])
 """

@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
@@ -12,8 +13,10 @@ import pytest
 import torch
 from conftest import ALL_ON, SMALL, kill_at, metrics, read_log, refusal, start_ranks
 
+import bert
 import plan
 import train
+from bert import BertTask
 from evaluate import Evaluation
 from model import Transformer
 from support import checkpoint
@@ -51,7 +54,7 @@ def test_a_run_leaves_its_log_config_and_checkpoints(run, tmp_path, capsys):
     assert (
         f"\nread {steps[-1]['real_tokens']:,} tokens in {short(steps[-1]['flops'], 'FLOP')}" in out
     )
-    assert "; a plain run of the same --tokens reads 4,096 in " in out
+    assert "; without techniques about 16 steps, 4,096 tokens of text, " in out
     assert (tmp_path / "run/config.json").exists()
     assert len(list((tmp_path / "run").glob("step-*.pt"))) == 2  # --keep 2
     best = checkpoint.load(checkpoint.find(tmp_path / "run", "best"))
@@ -193,10 +196,10 @@ def test_a_packed_run_has_the_losses_of_the_unpacked_one(run, log_of, alone, pac
 
 
 def test_control_one_more_sample_or_masks_by_row_change_the_curve(run, log_of, monkeypatch):
-    draw = plan.draw
+    draw, bits = plan.draw, bert.bits
     faults = {
         "plan.draw": lambda *args, count, seed: draw(*args, count=count + 1, seed=seed),
-        "data.places": lambda rows, batch: torch.arange(batch.tokens.numel()).view_as(batch.tokens),
+        "bert.bits": lambda seeds, numbers, T: bits(seeds, torch.arange(len(numbers)), T),
     }
     for (alone, packed), (place, wrong) in zip(ALONE_AND_PACKED, faults.items(), strict=True):
         with monkeypatch.context() as patch:
@@ -207,15 +210,15 @@ def test_control_one_more_sample_or_masks_by_row_change_the_curve(run, log_of, m
 
 def test_next_sentence_answers_start_with_a_loss_of_ln_2(run, monkeypatch):
     """The loss is that of answers only. Each counts as much as several tokens."""
-    weights = []
-    real = train.shares_of
+    weights, real = [], BertTask.weighted
 
-    def only_answers(batch, per_document, of_answer):
-        shares = real(batch, per_document, of_answer)
-        weights.append(of_answer)
-        return shares * (batch.with_documents().positions == 0)
+    def only_answers(self, batch, all_rows):
+        batch = real(self, batch, all_rows)
+        of_answers = batch.weights * (batch.positions == 0)
+        weights.append(of_answers.max().item())
+        return replace(batch, weights=of_answers)
 
-    monkeypatch.setattr(train, "shares_of", only_answers)
+    monkeypatch.setattr(BertTask, "weighted", only_answers)
     curve = losses(run(f"--model bert --nsp --pack --lr 1e-3 {SHORT}"))
     assert curve[0] == pytest.approx(math.log(2), abs=0.02) and min(weights) > 1
 
@@ -230,7 +233,7 @@ SIGNALS = {
     # the second of a step after which an evaluation is due; the resumed run begins with it
     "micro-batch": (PARTS, (train, "block_runner"), 6, signal.SIGINT),
     # not the last one; the run saves after the next step
-    "in an evaluation": (PAIRS, (Evaluation, "batch"), 2, signal.SIGHUP),
+    "in an evaluation": (PAIRS, (Evaluation, "nats"), 2, signal.SIGHUP),
 }
 
 
@@ -300,17 +303,17 @@ def test_runs_are_numbered_and_resume_finds_the_newest(store_dir, tmp_path, monk
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 def test_a_nonfinite_step_stops_the_run_before_weights_change(run, tmp_path, monkeypatch, what):
-    real_forward, calls = Transformer.forward, []
+    real, calls = Transformer.loss, []
 
-    def forward(self, batch, **kwargs):
-        loss = real_forward(self, batch, **kwargs)
+    def loss_of(self, x, batch):
+        loss = real(self, x, batch)
         calls.append(1)
         if len(calls) == 5:
             wte = self.wte.weight
             loss = loss * float("nan") if what == "loss" else loss + (wte * 0).sum().sqrt()
         return loss
 
-    monkeypatch.setattr(Transformer, "forward", forward)
+    monkeypatch.setattr(Transformer, "loss", loss_of)
     assert f"the {what} is not finite at step 5 on rank 0" in refusal(run, "--eval-every 0")
     assert read_log(tmp_path / "run", "train")[-1]["step"] == 4
     state = checkpoint.load(checkpoint.find(tmp_path / "run", "last"))

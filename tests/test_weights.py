@@ -25,6 +25,7 @@ import config
 import prepare
 import sample
 import train
+from bert import BertConfig
 from kernels.rotary import Scaling
 from model import Transformer, TransformerConfig
 from support import checkpoint, weights
@@ -40,7 +41,11 @@ pytestmark = pytest.mark.usefixtures("no_sample_or_report")
 def build(kind: str, **changes) -> Transformer:
     shape = dict(layers=LAYERS, heads=HEADS, width=C, mlp_width=4 * C)
     shape |= dict(seq_len=SEQ_LEN, vocab_size=VOCAB) | changes
-    return Transformer(TransformerConfig(kind, **shape))
+    return (BertConfig if kind == "bert" else TransformerConfig)(**shape).build()
+
+
+def scores(model: Transformer, *inputs: torch.Tensor | None) -> torch.Tensor:
+    return model.logits(model(*inputs))
 
 
 def draw(modules: dict[str, tuple], out: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -184,7 +189,7 @@ def test_gpt_computes_the_published_function(tmp_path, dtype):
     tokens = torch.randint(VOCAB, (2, SEQ_LEN))
     plain = gpt_file(dtype, prefix="")
     expected = torch.stack([plain_gpt(plain, row) for row in tokens])
-    assert_close(model.logits(tokens), expected, dtype)
+    assert_close(scores(model, tokens), expected, dtype)
 
 
 BERT_FILES = [
@@ -209,10 +214,10 @@ def test_bert_computes_the_published_function(tmp_path, dtype, file_dtype, prefi
     real[1, 7:] = False
     plain = {name: value.to(dtype) for name, value in bert_file(file_dtype, prefix="").items()}
     expected = torch.stack([plain_bert(plain, *row) for row in zip(tokens, real, strict=True)])
-    logits = model.logits(tokens, doc_ids=real.long() - 1)  # 0, and -1 for padding
+    logits = scores(model, tokens, None, real.long() - 1)  # 0, and -1 for padding
     assert_close(logits[real], expected[real], dtype)
     if nsp:
-        x = model.hidden_states(tokens)
+        x = model(tokens)
         pooled = torch.tanh(x[:, 0] @ plain["pooler.dense.weight"].T + plain["pooler.dense.bias"])
         expected = pooled @ plain[heads[1]].T + plain[heads[0]]
         assert_close(model.follows(x.flatten(0, 1), torch.tensor([0, SEQ_LEN])), expected, dtype)
@@ -224,10 +229,12 @@ def test_bert_computes_the_published_function(tmp_path, dtype, file_dtype, prefi
 def own_checkpoint(folder, model: Transformer) -> None:
     """Save what an export reads of a run's checkpoint."""
     c = model.config
-    names = ("layers", "heads", "width", "mlp_width", "pos", "nsp", "qk_norm", "tied")
+    names = ("layers", "heads", "width", "mlp_width", "pos", "qk_norm", "tied")
     settings = {f"model.{name}": getattr(c, name) for name in names}
     state = {"model": model.state_dict(), "step": 3, "tokenizer_fingerprint": "any"}
     state["config"] = settings | {"model.model": c.kind, "model.size": "nano"}
+    if c.kind == "bert":
+        state["config"]["model.nsp"] = c.nsp
     state["model_size"] = {"vocab_size": c.vocab_size, "positions": c.seq_len}
     state |= {"clock": {}, "best_step": 0}
     checkpoint.save(folder / "step-00000003.pt", state)
@@ -275,11 +282,11 @@ def test_an_impossible_export_is_one_line_and_writes_no_file(tmp_path):
 # Comparison with transformers, in both directions
 
 
-@pytest.mark.parametrize("kind, nsp", [("gpt", False), ("bert", False), ("bert", True)])
-def test_transformers_computes_the_same_and_its_weights_load(tmp_path, capsys, kind, nsp):
+@pytest.mark.parametrize("kind, more", [("gpt", {}), ("bert", {}), ("bert", {"nsp": True})])
+def test_transformers_computes_the_same_and_its_weights_load(tmp_path, capsys, kind, more):
     """It loads both kinds of exported files, and we load the state dict of its model."""
     transformers = pytest.importorskip("transformers")
-    model, again = widen(build(kind, nsp=nsp)), build(kind, nsp=nsp)
+    model, again = widen(build(kind, **more)), build(kind, **more)
     _, config = export(model, tmp_path, capsys, "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))
     theirs = getattr(transformers, config["architectures"][0])
@@ -293,12 +300,12 @@ def test_transformers_computes_the_same_and_its_weights_load(tmp_path, capsys, k
     real = torch.arange(SEQ_LEN) < torch.tensor([[12], [7], [1]])
     with torch.no_grad():
         output = read.eval()(tokens, attention_mask=real.long())
-        x = model.hidden_states(tokens, doc_ids=real.long() - 1)
-        logits = model.logits(tokens, doc_ids=real.long() - 1)
-        if nsp:
+        x = model(tokens, None, real.long() - 1)
+        logits = model.logits(x)
+        if more:
             follows = model.follows(x.flatten(0, 1), SEQ_LEN * torch.arange(3))
             assert_close(follows, output.seq_relationship_logits, torch.float32)
-    assert_close(logits[real], (output.prediction_logits if nsp else output.logits)[real], x.dtype)
+    assert_close(logits[real], (output.prediction_logits if more else output.logits)[real], x.dtype)
     path = save(read.state_dict(), tmp_path)
     assert torch.load(path).keys() & {"lm_head.weight", TWIN}, "has copies of tied weights"
     load_published(again, path)
@@ -333,12 +340,12 @@ def test_a_llama_in_several_files_is_trained_and_loads_in_transformers(tied, tmp
     budget = "--batch-tokens 128 --tokens 2048 --ltd --ltd-start 16 --pack --out run"
     started, _ = config.parse_or_resume(f"{fitting} {budget}".split())
     ours = weights.initial_model(config.transformer_config(started, 4416), started)
-    assert (ours.logits(tokens) - logits(theirs, tokens)).abs().max() < 1e-4
+    assert (scores(ours, tokens) - logits(theirs, tokens)).abs().max() < 1e-4
     assert train.main(f"{fitting} {budget}".split()) == 0
     weights.main(["export", "run", "--out", "given"])
     back = transformers.AutoModelForCausalLM.from_pretrained("given")
     trained = sample.load_run("run", "last")[1]
-    assert (trained.logits(tokens) - logits(back, tokens)).abs().max() < 1e-4
+    assert (scores(trained, tokens) - logits(back, tokens)).abs().max() < 1e-4
     assert (logits(back, tokens) - logits(theirs, tokens)).abs().max() > 0.01, "it has learned"
     assert back.config.eos_token_id == 4098
 
@@ -499,7 +506,7 @@ def test_a_stored_head_may_be_the_embedding_or_a_separate_matrix(tmp_path):
     load_published(model, save(file | {"lm_head.weight": file[WTE]}, tmp_path))
     path = save(file | {"lm_head.weight": 2 * file[WTE]}, tmp_path)
     load_published(own, path)
-    assert torch.allclose(own.logits(tokens), 2 * model.logits(tokens))
+    assert torch.allclose(scores(own, tokens), 2 * scores(model, tokens))
 
 
 # The safetensors format. The example has two tensors: a with bytes 1 2 3, and b with 1.0 and -2.0
@@ -621,7 +628,7 @@ def test_init_works_with_a_bert_with_pairs_and_with_learned_positions(begin, run
 
 def test_init_is_read_until_there_is_a_checkpoint(begin, store_dir, tmp_path, capsys):
     """The published weights have 48 positions, which no --size has."""
-    model = Transformer(TransformerConfig("gpt", 4, 2, 32, 128, 48, vocab_size=257))
+    model = Transformer(TransformerConfig(4, 2, 32, 128, 48, vocab_size=257))
     source = save(published_entries(model.state_dict(), GPT2_LAYOUT, (2, 2, 2), 16), tmp_path)
     flags = "--pos learned --tied --layers 4 --heads 2 --width 32 --seq-len 32 --ltd --ltd-start 8"
     assert_same(begin(source, flags, out="new"), model.state_dict())
