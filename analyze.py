@@ -165,7 +165,7 @@ def run_pass(
                 with atomic_write(file) as out:
                     np.save(out, work(shard))
 
-    ranks.together(write_missing)
+    ranks.on_all_ranks(write_missing)
     if not ranks.on_rank0(lambda: all(file.exists() for file in files)):
         raise ValueError(f"{folder} on rank 0 lacks files of other ranks: let all share one folder")
     return files

@@ -105,7 +105,7 @@ def resumed(saved: Flat, given: Flat) -> Flat:
     """
     for name, value in given.items():
         setting = settings_of(Config)[name]
-        if not setting.about.get("free") and saved.get(name) != value:
+        if not setting.free and saved.get(name) != value:
             before = as_given(setting.flag, saved.get(name))
             now = as_given(setting.flag, value)
             raise ValueError(f"{now} differs from {before}, with which the run was started")

@@ -10,7 +10,7 @@ import config
 from config import TECHNIQUES, Config, resumed
 from support.settings import flattened, settings_of
 
-FLAGS = {n: s for n, s in settings_of(Config).items() if not s.about.get("hidden")}
+FLAGS = {n: s for n, s in settings_of(Config).items() if s.flag}
 
 
 def build(line: str) -> config.Config:

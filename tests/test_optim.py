@@ -22,7 +22,7 @@ from support import optim
 from support.clock import Clock
 from support.optim import Optimizers, learning_rate, lr_at, orthogonalised
 from support.runtime import start
-from support.settings import OptimConfig
+from support.settings import SCHEDULES, OptimConfig
 
 
 def lr(t, schedule="cosine", floor=0.0, warmup=10):
@@ -45,7 +45,7 @@ def test_learning_rates_equal_worked_examples():
     assert learning_rate(rates, 4, *steps[1:]) == lr_at(rates, (15 + 110) / 2)
 
 
-@given(st.integers(0, 200), st.sampled_from(optim.SCHEDULES), st.floats(0, 1))
+@given(st.integers(0, 200), st.sampled_from(SCHEDULES), st.floats(0, 1))
 def test_learning_rates_stay_in_range_and_fall_after_warmup(t, schedule, floor):
     now, later = lr(t, schedule, floor=floor), lr(t + 1, schedule, floor=floor)
     assert 0 <= now <= 1 + 1e-12
