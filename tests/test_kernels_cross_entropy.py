@@ -198,8 +198,8 @@ def test_second_derivatives_and_second_backward_passes_are_refused(impl, device)
     """A second backward pass would scale the gradients twice."""
     x, *others = place(torch.float32, device, *head())
     loss = linear_cross_entropy(x, *others[:3], impl)
-    with pytest.raises(RuntimeError, match=r"no second derivative.*impl='reference'"):
+    with pytest.raises(RuntimeError, match=r"impl='reference' has a second derivative"):
         torch.autograd.grad(loss, x, create_graph=True)
     torch.autograd.grad(loss, x, retain_graph=True)
-    with pytest.raises(RuntimeError, match=r"second backward pass.*impl='reference'"):
+    with pytest.raises(RuntimeError, match=r"impl='reference' has a second backward pass"):
         torch.autograd.grad(loss, x)

@@ -68,7 +68,7 @@ def test_units_double_at_every_fraction_of_pseudo_until():
 REFUSED = {
     "--pseudo-group 3": "--pseudo-group 3 .*: choose 1, 2, 4, 8$",
     "--pseudo-layers 9": "--pseudo-layers 9",
-    "--pseudo-group 4 --pseudo-until 0.1,0.2": "--pseudo-until .*: choose 1, 2, or give fewer",
+    "--pseudo-group 4 --pseudo-until 0.1,0.2": "--pseudo-until .*: choose 1, 2",
     "--pseudo-until 0.5,0.2": "--pseudo-until",
 }
 
