@@ -68,9 +68,6 @@ class Config(Settings):
     offload: OffloadConfig = field(default_factory=OffloadConfig)
 
 
-TECHNIQUES = ("curriculum", "ltd", "pack", "pseudo", "offload")
-
-
 def parse(argv: list[str]) -> Flat:
     """Read the command line as {"group.field": value}, only what it gives; ValueError if bad."""
     return parse_flags(Config, argv, "train.py", "Pretrain a GPT or a BERT.")

@@ -31,7 +31,7 @@ import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -43,7 +43,7 @@ import packing
 import pseudo
 from analyze import ready
 from bert import check_pairs
-from config import TECHNIQUES, Config, Task, samples_kind
+from config import Config, Task, samples_kind
 from curriculum import SCAN, Curriculum, Pool, Stage, parse_metrics
 from data import Rows, Samples, cut, loss_divisor, open_samples, reshape, reshaped_len
 from kernels.packed_attention import IMPLS, chosen_impl
@@ -316,7 +316,8 @@ class Plan:
 
     def without_techniques(self) -> "Plan":
         """Make the plan of the same run with all techniques off."""
-        off = {name: type(getattr(self.settings, name))() for name in TECHNIQUES}
+        groups = [group for group in fields(self.settings) if hasattr(group.type, "on")]
+        off = {group.name: group.type() for group in groups}
         settings = replace(self.settings, **off)
         return Plan(settings, self.store, self.task, self.runtime, self.model)
 
@@ -447,6 +448,7 @@ def spent(plan: Plan, run: Run) -> str:
     seconds = sum(line["ms"] for line in read_log(run.folder) if line["event"] == "train") / 1e3
     text = f"read {run.clock.real_tokens:,} tokens in {short(run.clock.flops, 'FLOP')}"
     text = f"{text} and {duration(seconds)} of steps"
-    if any(getattr(plan.settings, name).on for name in TECHNIQUES):
-        text += f"; without techniques about {plan.without_techniques().forecast(Clock())}"
+    plain = plan.without_techniques()
+    if plain.settings != plan.settings:
+        text += f"; without techniques about {plain.forecast(Clock())}"
     return text

@@ -38,7 +38,6 @@ from typing import NamedTuple
 import numpy as np
 
 import config
-import pseudo
 from support.process import PREFIXES, Parser, duration, exit_cleanly, real_number, several, short
 from support.run import read_log
 from support.settings import flattened, settings_of
@@ -419,7 +418,7 @@ def events_of(log: RunLog) -> list[tuple[int, str]]:
     """List the steps after which a run was resumed, or --pseudo changed its model."""
     events = [(s["resumed_at"], f"resumed with commit {s['commit']}") for s in log.lines["run"][1:]]
     for line in log.lines["stage"]:
-        layers = pseudo.owners_in_words(line["owners"])
+        layers = " ".join("." if owner < 0 else str(owner) for owner in line["owners"])
         events.append((line["step"], f"--pseudo: layers use the weights of {layers}"))
     return sorted(events)
 
