@@ -354,7 +354,7 @@ class Trainer:
     optimizers: Optimizers
     micro_batch: int  # rows, at full length
     owners: tuple[int, ...] | None  # --pseudo: for each layer, the layer whose weights it uses
-    offloaded: offload.Offload | None
+    offloaded: "offload.Offload | None"
 
     def train_step(self, step: Step) -> Done:
         """Forward and backward over this rank's rows, micro-batch by micro-batch; clip; step."""
@@ -420,7 +420,7 @@ def block_runner(
     context: StepContext,
     batch: Batch,
     row_numbers: torch.Tensor,
-    offloaded: offload.Offload | None,
+    offloaded: "offload.Offload | None",
 ) -> BlockRunner:
     """How the blocks of a micro-batch are run. Each technique wraps the one before it."""
     run_block = run_recomputed if settings.run.checkpoint_activations else run_plain
