@@ -67,10 +67,10 @@ class Step(NamedTuple):
 
     batch: Batch  # this rank's rows, on its device; the last ones may be blank
     row_numbers: Tensor  # (B,) int64, the numbers of these rows among the rows of all ranks
+    window: "Window"  # the rows of all ranks
     divisor: int  # of the sum of losses: the targets of all ranks, or their documents
     context: StepContext
     tokens_by_layer: list[int]  # how many tokens of a full row each layer sees
-    all: "Window"  # the rows of all ranks
     before: Clock
     after: Clock
 
@@ -114,49 +114,58 @@ class Plan:
 
     def __call__(self, clock: Clock) -> Step:
         """Plan the step after this clock, and read this rank's rows."""
-        s, device = self.settings, self.runtime.device
+        runtime, context = self.runtime, self.context_at(clock)
         window = self.rows_of_step(clock)
-        context, tokens = self.context_at(clock), self.tokens_by_layer(clock, window.seq_len)
-        numbers, rows = window.rows.of_rank(self.runtime.rank, self.runtime.world_size)
-        key = (s.run.seed, "mask", context.step)
+        tokens = self.tokens_by_layer(context, window.seq_len)
+        numbers, rows = window.rows.of_rank(runtime.rank, runtime.world_size)
+        key = (context.seed, "mask", context.step)
         batch = self.task.batch(self.store, rows, window.seq_len, window.rows, *key)
         return Step(
-            batch=batch.to(device),
-            row_numbers=on_device(torch.from_numpy(numbers), device),
+            batch=batch.to(runtime.device),
+            row_numbers=on_device(torch.from_numpy(numbers), runtime.device),
+            window=window,
             divisor=loss_divisor(self.task, window.rows),
             context=context,
             tokens_by_layer=tokens,
-            all=window,
             before=clock,
-            after=self.clock_after(clock, window),
+            after=self.clock_after(clock, window, tokens),
         )
 
     # ---- which rows
 
     def rows_of_step(self, clock: Clock) -> Window:
-        """Take the rows of a step from as many windows as needed.
+        """Choose the rows of all ranks.
 
         Packed rows are sorted, heaviest first, so that `Rows.of_rank` gives ranks equal work.
         """
+        if self.steps_share_windows:
+            window = self.next_of_windows(clock)
+        else:
+            window = self.window(self.cursor_at(clock.consumed_tokens, clock.cursor))
+        if not self.settings.pack.on:
+            return window
+        lengths = window.rows.lengths + self.special_tokens
+        scores = window.rows.sum_by_row(lengths**2)  # in attention
+        rows = window.rows.select(np.argsort(-scores, kind="stable"))
+        return window._replace(rows=rows)
+
+    def next_of_windows(self, clock: Clock) -> Window:
+        """Take a step's rows from the window in use, and if it ends, from the next one."""
         cursor, missing = clock.cursor, self.draws_per_step
         parts: list[Rows] = []
         longest = 0
-        while missing > 0:
+        while missing:
             if cursor.row == 0:  # a window keeps the stage at which it begins
                 cursor = self.cursor_at(clock.consumed_tokens, cursor)
             window = self.window(cursor._replace(row=0))
-            size = len(window.rows)
-            stop = min(cursor.row + missing, size) if self.steps_share_windows else size
+            stop = min(cursor.row + missing, len(window.rows))
             parts.append(window.rows.select(np.arange(cursor.row, stop)))
-            missing = missing - (stop - cursor.row) if self.steps_share_windows else 0
-            cursor = cursor._replace(row=stop) if stop < size else window.after
+            missing -= stop - cursor.row
+            is_used_up = stop == len(window.rows)
+            cursor = window.after if is_used_up else cursor._replace(row=stop)
             longest = max(longest, window.stage.max_piece_len)
-        rows = Rows.join(parts)
-        if self.settings.pack.on:
-            scores = rows.sum_by_row((rows.lengths + self.special_tokens) ** 2)  # in attention
-            rows = rows.select(np.argsort(-scores, kind="stable"))
         stage = window.stage._replace(max_piece_len=longest)
-        return Window(rows, window.seq_len, stage, after=cursor)
+        return Window(Rows.join(parts), self.seq_len, stage, after=cursor)
 
     def cursor_at(self, consumed_tokens: int, last: Cursor) -> Cursor:
         """Return the cursor to draw from now; if the pool has changed, start a new shuffle here."""
@@ -181,14 +190,15 @@ class Plan:
         stage, seed = self.stage_at(cursor.drawn_at_tokens), self.settings.run.seed
         count = self.draws_per_step * (WINDOW_STEPS if self.steps_share_windows else 1)
         spans, after = draw(self.samples, stage.pool, cursor, count=count, seed=seed)
+        key = (seed, "nsp", cursor.first_draw)  # of how a BERT reads the spans
         if self.settings.pack.on:
-            window = Window(self.packed(spans, stage, cursor), self.seq_len, stage, after)
+            window = Window(self.packed(spans, stage, key), self.seq_len, stage, after)
         else:
-            window = self.unpacked(spans, stage, cursor, after)
+            window = self.unpacked(spans, stage, key, after)
         self.last_window = cursor, window
         return window
 
-    def packed(self, spans: np.ndarray, stage: Stage, cursor: Cursor) -> Rows:
+    def packed(self, spans: np.ndarray, stage: Stage, key: tuple) -> Rows:
         """Cut the samples (n, 2) into pieces, and pack these into full rows.
 
         With 16 rows of 256 a step, packing each step by itself leaves 4 % padding, packing 16 steps
@@ -196,7 +206,8 @@ class Plan:
         the steps by length. Sorted by the draw of their first piece instead, rows are as shuffled
         as the samples.
         """
-        pieces = self.pieces(cut(spans, stage.max_piece_len - self.special_tokens), cursor)
+        spans = cut(spans, stage.max_piece_len - self.special_tokens)
+        pieces = self.task.pieces(spans, *key)
         packs = packing.pack_lengths(
             pieces["stop"] - pieces["start"] + self.special_tokens,
             self.seq_len,
@@ -206,7 +217,7 @@ class Plan:
         rows = Rows(pieces[packs.items], packs.offsets)
         return rows.select(np.argsort(packs.items[packs.offsets[:-1]]))
 
-    def unpacked(self, spans: np.ndarray, stage: Stage, cursor: Cursor, after: Cursor) -> Window:
+    def unpacked(self, spans: np.ndarray, stage: Stage, key: tuple, after: Cursor) -> Window:
         """Give each sample (n, 2) a row, cut off at the length that the stage allows (truncation).
 
         If a curriculum filters samples, many may be short, so the rows are only as long as the
@@ -223,11 +234,8 @@ class Plan:
         if stage.pool:
             longest = int((stop - start).max()) + self.special_tokens
             seq_len = min(-(-longest // MULTIPLE) * MULTIPLE, seq_len)
-        pieces = self.pieces(np.stack((start, stop), axis=1), cursor)
+        pieces = self.task.pieces(np.stack((start, stop), axis=1), *key)
         return Window(Rows.of_single_pieces(pieces), seq_len, stage, after)
-
-    def pieces(self, spans: np.ndarray, cursor: Cursor) -> np.ndarray:
-        return self.task.pieces(spans, self.settings.run.seed, "nsp", cursor.first_draw)
 
     # ---- what they cost
 
@@ -241,9 +249,9 @@ class Plan:
             layers=s.model.layers,
         )
 
-    def tokens_by_layer(self, clock: Clock, seq_len: int) -> list[int]:
+    def tokens_by_layer(self, context: StepContext, seq_len: int) -> list[int]:
         """Count the tokens of a full row that each layer sees, with the techniques in use."""
-        settings, context = self.settings, self.context_at(clock)
+        settings = self.settings
         tokens = [seq_len] * settings.model.layers
         if settings.ltd.on:
             tokens = ltd.tokens_by_layer(settings.ltd, context, tokens)
@@ -251,10 +259,12 @@ class Plan:
             tokens = pseudo.tokens_by_layer(settings.pseudo, context, tokens)
         return tokens
 
-    def clock_after(self, before: Clock, window: Window) -> Clock:
-        """Advance the clock by a step with these rows. This is what the clock counts."""
+    def clock_after(self, before: Clock, window: Window, tokens: list[int]) -> Clock:
+        """Advance the clock by a step with these rows: the definition of what it counts.
+
+        Args: tokens of a full row that each layer sees
+        """
         rows, positions = window.rows, len(window.rows) * window.seq_len
-        tokens = self.tokens_by_layer(before, window.seq_len)
         length = rows.lengths + self.special_tokens
         filled, seen = rows.sum_by_row(length), rows.sum_by_row(rows.pieces["seen"])
         flops = flops_of_step(
@@ -278,7 +288,7 @@ class Plan:
 
     def columns(self, step: Step) -> dict[str, object]:
         """Describe a step for the log; the clock adds its own columns."""
-        rows, seq_len, stage, _ = step.all
+        rows, seq_len, stage, _ = step.window
         length, positions = rows.lengths + self.special_tokens, len(rows) * seq_len
         columns = {
             "max_piece_len": stage.max_piece_len,
@@ -304,7 +314,8 @@ class Plan:
             cursor = self.cursor_at(consumed, clock.cursor._replace(first_draw=draws, row=0))
             at = clock._replace(step=clock.step + round(steps), consumed_tokens=consumed)
             window = self.window(cursor)
-            after = self.clock_after(at, window)
+            tokens_by_layer = self.tokens_by_layer(self.context_at(at), window.seq_len)
+            after = self.clock_after(at, window, tokens_by_layer)
             windows = budget / FORECAST_POINTS / max(after.consumed_tokens - consumed, 1)
             rows = len(window.rows)
             steps += windows * (rows / self.draws_per_step if self.steps_share_windows else 1)

@@ -170,7 +170,7 @@ def train(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> int:
             done = trainer.train_step(step)
             run.advance(step.after)
             ms = (time.perf_counter() - began) * 1e3 + waited_ms
-            note = step.all.stage.note
+            note = step.window.stage.note
             if note and not has_noted:
                 runtime.say(f"--curriculum: {note}; see difficulty in log.jsonl")
                 has_noted = True

@@ -37,7 +37,7 @@ def test_the_example_in_the_heads_of_data_and_plan_is_right():
     assert first.samples.spans(np.arange(4)).tolist() == [[0, 8], [8, 10], [10, 13], [13, 18]]
     assert first.samples.shuffled(np.arange(4), seed=1337).tolist() == [3, 0, 2, 1]
     step = first(Clock())
-    rows, batch = step.all.rows, step.batch
+    rows, batch = step.window.rows, step.batch
     assert rows.pieces["start"].tolist() == [0, 13, 10, 8]
     assert rows.pieces["stop"].tolist() == [8, 18, 13, 10]
     assert rows.offsets.tolist() == [0, 1, 3, 4]

@@ -100,7 +100,7 @@ def test_the_example_in_the_head_of_plan_py_is_right(store):
     windows = Rows.join([p.window(Cursor(first_draw=first)).rows for first in (0, 64, 128)])
     for number, step in enumerate(packed[: len(windows) // 4]):
         of_step = windows.select(np.arange(4 * number, 4 * number + 4))
-        assert rows_as_pieces(step.all.rows) == rows_as_pieces(of_step)
+        assert rows_as_pieces(step.window.rows) == rows_as_pieces(of_step)
 
 
 RARE = "--model bert --nsp --curriculum length-rarity"
@@ -117,12 +117,12 @@ def test_a_packed_step_has_the_pieces_of_the_unpacked_step(indexed, alone, packe
     roomy = "--seq-len 1024 --batch-tokens 8192 --tokens 200K"
     one_a_row, together = (indexed(f"{flags} {roomy}") for flags in (alone, packed))
     for a, b in zip(first_steps(one_a_row, 12), first_steps(together, 12), strict=True):
-        pieces, others = (np.sort(step.all.rows.pieces) for step in (a, b))
+        pieces, others = (np.sort(step.window.rows.pieces) for step in (a, b))
         assert np.array_equal(pieces, others)
         counts = ("step", "consumed_tokens", "real_tokens", "pieces")
         assert [getattr(a.after, n) for n in counts] == [getattr(b.after, n) for n in counts]
         divisor = len(pieces) if "--loss-per" in packed else a.divisor
-        assert (a.all.stage.difficulty, divisor) == (b.all.stage.difficulty, b.divisor)
+        assert (a.window.stage.difficulty, divisor) == (b.window.stage.difficulty, b.divisor)
         assert len(b.batch.tokens) <= len(a.batch.tokens)
         assert (b.batch.targets != IGNORE).sum() == (a.batch.targets != IGNORE).sum()
     assert b.after.positions < a.after.positions
@@ -268,19 +268,19 @@ def test_a_step_carries_the_difficulty_at_which_its_rows_were_drawn(indexed):
     steps = first_steps(p, 50)  # all planned before any is checked
     for step in steps:
         fresh = p.curriculum.at(step.before.consumed_tokens)
-        assert step.all.stage == fresh and p.columns(step).items() >= {
+        assert step.window.stage == fresh and p.columns(step).items() >= {
             ("difficulty_seqlen", fresh.difficulty["seqlen"]),
             ("difficulty_rarity", fresh.difficulty["rarity"]),
         }
         assert step.batch.tokens.shape[1] == fresh.max_piece_len
-    assert len({step.all.stage.difficulty["rarity"] for step in steps}) > 20
+    assert len({step.window.stage.difficulty["rarity"] for step in steps}) > 20
     flags = "--pack --curriculum seqlen --curriculum-start 8 --curriculum-pace linear"
     flags += " --curriculum-share 1 --tokens 10000"
     for model in ("", "--model bert"):  # whose pieces make room for [CLS] and [SEP]
         steps = first_steps(indexed(f"{flags} {model}"), 35)
-        assert len({step.all.stage.max_piece_len for step in steps}) > 2
+        assert len({step.window.stage.max_piece_len for step in steps}) > 2
         for step in steps:
-            assert step.batch.positions.max() + 1 == step.all.stage.max_piece_len
+            assert step.batch.positions.max() + 1 == step.window.stage.max_piece_len
 
 
 def test_reshaped_rows_predict_every_token_once(store, indexed):
@@ -295,7 +295,7 @@ def test_reshaped_rows_predict_every_token_once(store, indexed):
         clock = Clock(consumed_tokens=consumed, cursor=cursor)
         step, whole = p(clock), plain(clock)
         widths.add(step.batch.tokens.shape[1])
-        assert step.batch.tokens.shape[1] <= step.all.stage.difficulty["seqlen-reshape"] < 40
+        assert step.batch.tokens.shape[1] <= step.window.stage.difficulty["seqlen-reshape"] < 40
         targets = step.batch.targets[step.batch.targets != IGNORE]
         assert sorted(targets.tolist()) == sorted(whole.batch.targets.flatten().tolist())
         assert step.divisor == whole.divisor == 320 and step.after.real_tokens == 320
@@ -323,7 +323,9 @@ def end_of(p):
     """Plan a run to its end, without reading any text."""
     clock = Clock()
     while clock.consumed_tokens < p.settings.optim.tokens:
-        clock = p.clock_after(clock, p.rows_of_step(clock))
+        window = p.rows_of_step(clock)
+        tokens = p.tokens_by_layer(p.context_at(clock), window.seq_len)
+        clock = p.clock_after(clock, window, tokens)
     return clock
 
 
