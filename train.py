@@ -311,9 +311,9 @@ def assemble(
     if not (offloaded or s.run.fsdp):
         model.to(runtime.device)
     # 5. Wrap in DDP before making the optimizers: it regroups gradients into buckets of its own.
-    wrapped: nn.Module = model
+    loss_of: nn.Module = LossOf(model)
     if runtime.world_size > 1 and not s.run.fsdp:
-        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        loss_of = DistributedDataParallel(loss_of, gradient_as_bucket_view=True)
     # 6. Make the optimizers last, on the parameters that now exist.
     named = dict(model.named_parameters())
     optimizers = Optimizers(
@@ -329,7 +329,7 @@ def assemble(
         settings=s,
         runtime=runtime,
         model=model,
-        wrapped=wrapped,
+        loss_of=loss_of,
         optimizers=optimizers,
         micro_batch=micro_batch,
         owners=owners,
@@ -343,6 +343,18 @@ def is_compiled(settings: Config, runtime: Runtime) -> bool:
     return asked == "on" or (asked == "auto" and kind == "cuda" and why_not(kind) is None)
 
 
+class LossOf(nn.Module):
+    """A model and its loss in one forward pass, which is what DDP has to wrap."""
+
+    def __init__(self, model: Transformer):
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch, run_block: BlockRunner) -> torch.Tensor:
+        x = self.model(*batch.inputs, run_block=run_block)  # (B, T, C)
+        return self.model.loss(x, batch)
+
+
 @dataclass
 class Trainer:
     """An assembled model, which can make one optimizer step."""
@@ -350,7 +362,7 @@ class Trainer:
     settings: Config
     runtime: Runtime
     model: Transformer
-    wrapped: nn.Module  # the model, in DDP if there are several ranks
+    loss_of: nn.Module  # a LossOf, in DDP if there are several ranks
     optimizers: Optimizers
     micro_batch: int  # rows, at full length
     owners: tuple[int, ...] | None  # --pseudo: for each layer, the layer whose weights it uses
@@ -394,11 +406,11 @@ class Trainer:
             if s.model.dropout:
                 seed = seed_of(s.run.seed, "dropout", step.context.step, runtime.rank, first)
                 torch.manual_seed(seed)
-            sync_gradients(self.wrapped, is_last)  # between ranks only once, with the last part
+            # Between ranks only once, with the last part.
+            sync_gradients(self.model if s.run.fsdp else self.loss_of, is_last)
             run_block = block_runner(s, step.context, batch, step.row_numbers[part], self.offloaded)
             with runtime.autocast():
-                x = self.wrapped(*batch.inputs, run_block=run_block)  # (B, T, C)
-                loss = self.model.loss(x, batch)
+                loss = self.loss_of(batch, run_block)
             with self.offloaded.around_backward(is_last) if self.offloaded else nullcontext():
                 (loss * scale).backward()
             total += loss.detach()

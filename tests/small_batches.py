@@ -36,7 +36,7 @@ def for_model(model: Transformer, batch: Batch) -> Batch:
     """Make the batch that this model learns from. In a BERT's, every target is a masked token, but
     with --nsp that of a first token is an answer.
     """
-    if not isinstance(model, Bert) or isinstance(batch, BertBatch):
+    if isinstance(batch, BertBatch) or not isinstance(model, Bert):
         return batch
     is_target = (batch.targets != IGNORE).flatten()
     is_answer = is_target & ((batch.positions == 0) & model.config.nsp).flatten()

@@ -145,20 +145,6 @@ def test_the_readmes_table_follows_from_the_records(section, flags):
     assert f"| {same} | {best} | {point.loss:.3f} |" in (ROOT / "README.md").read_text()
 
 
-# ---- steps
-
-
-def test_flops_follow_from_kept_tokens_and_documents(on_tiny_text):
-    step = import_module("step")
-    case = step.CASES["6x128"]
-    known = {name: step.predicted(case, step.VARIANTS[name], "cpu") for name in step.OURS}
-    flops = {name: variant.flops for name, variant in known.items()}
-    quarter, half = (flops["plain"] - flops[f"keep {name}"] for name in ("1/4", "1/2"))
-    assert 0 < half < quarter < 2 * half, "attention shrinks with the square of kept tokens"
-    assert known["keep 1/2"].seen_share == (2 + 4 / 2) / 6
-    assert flops["packed"] < flops["plain"] == flops["AdamW"]
-
-
 # ---- operators
 
 

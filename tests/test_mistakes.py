@@ -16,9 +16,7 @@ TRAIN = f"train {SMALL} --data S --out new"
 CASES = {  # command -> part of its message
     # flags
     "train --colour red": "unrecognized arguments: --colour red (see --help)",
-    "train --layer 3": "unrecognized arguments: --layer 3",
     "train --tokens many": "--tokens: many is not a whole number",
-    "train --size 7B": "--size: invalid choice: '7B'",
     f"{TRAIN} --ltd-start 64": "--ltd-start 64 has no effect without --ltd: add it",
     f"{TRAIN} --nsp": "--nsp needs a BERT: add --model bert",
     f"{TRAIN} --pos learned --seq-len 4096": "--seq-len 4096",
@@ -53,11 +51,8 @@ CASES = {  # command -> part of its message
     "prepare words.txt --out new --tokenizer klingon": "klingon",
     # the other commands
     "evaluate nowhere": "nowhere",
-    "sample R --tokens none": "--tokens",
     "report nowhere": "nowhere holds no log.jsonl: name the folder of a run",
-    "report words.txt": "words.txt",
     "analyze S --metric loudness": "--metric loudness",
-    "packing --packer tetris": "--packer",
 }
 
 

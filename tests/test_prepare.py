@@ -298,20 +298,6 @@ def test_a_single_text_is_cut_at_the_same_place_for_every_tokenizer(tmp_path, mo
     assert texts_of(make(Path("in"), tmp_path / "pd4k", PD4K), PD4K) == [training, held_out]
 
 
-def test_prepare_prints_what_counts_as_a_document(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("a.txt").write_text("a line of text\n" * 150_000)
-    write_lines(Path("b.jsonl"), [{"text": "b"}])
-    for inputs, said, advice in (
-        ("a.txt", "each a file\n", True),
-        ("a.txt --split-on blank-line", "each a file, cut by --split-on\n", False),
-        ("a.txt b.jsonl", "each a file or a line\n", False),
-    ):
-        prepare.main([*inputs.split(), "--out", said])
-        printed = capsys.readouterr().out
-        assert said in printed and ("cut it with --split-on" in printed) == advice
-
-
 def test_a_large_vocabulary_is_stored_in_uint32(tmp_path):
     ranks = dict(store.read_ranks(store.PD4K))
     for number in range(61_500):
