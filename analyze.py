@@ -123,7 +123,7 @@ def analyze(samples: Samples, names: Sequence[str], folder: Path, ranks: Runtime
     ranks.on_rank0(lambda: folder.mkdir(parents=True, exist_ok=True))
     with folder_lock(folder) if ranks.is_rank0 else nullcontext():
         for name in ranks.on_rank0(lambda: without_index(folder, samples, names)):
-            unfinished = folder / f".{name}.{fingerprint(samples, name)[:16]}"
+            unfinished = folder / f".{name}.{index_fingerprint(samples, name)[:16]}"
             files = measure(samples, name, unfinished, ranks)
             ranks.on_rank0(partial(write_index, folder, samples, name, files))
         if ranks.is_rank0:
@@ -219,7 +219,11 @@ def write_index(folder: Path, samples: Samples, name: str, files: Sequence[Path]
     with atomic_folder(folder / name) as index:
         values.tofile(index / "values.bin")
         order.tofile(index / "order.bin")
-        about = {"fingerprint": fingerprint(samples, name), "metric": name, "samples": len(values)}
+        about = {
+            "fingerprint": index_fingerprint(samples, name),
+            "metric": name,
+            "samples": len(values),
+        }
         about |= {"values": str(values.dtype), "order": str(order.dtype)}
         about["sha256"] = sums_of(index)
         (index / "index.json").write_text(json.dumps(about, indent=1))
@@ -229,7 +233,7 @@ def sums_of(index: Path) -> dict[str, str]:
     return {file: sha256_of(index / file) for file in ("values.bin", "order.bin")}
 
 
-def fingerprint(samples: Samples, name: str) -> str:
+def index_fingerprint(samples: Samples, name: str) -> str:
     """Hash everything that an index depends on: store, tokenizer, samples and metric."""
     of_store = ("sha256", "tokenizer_fingerprint", "train_documents", "vocab_size")
     made_of = {field: samples.store.meta[field] for field in of_store}
@@ -281,7 +285,7 @@ def opened(
                 raise ValueError("its files do not have the sha256 in index.json")
         except (OSError, LookupError, TypeError, ValueError) as error:
             raise ValueError(f"{index} is damaged ({error}): remove it and analyze again") from None
-        if stored != fingerprint(samples, name):
+        if stored != index_fingerprint(samples, name):
             raise ValueError(f"{index} is of another text, tokenizer, length or metric: remove it")
         rankings[name] = Ranking(values, order)
     return rankings

@@ -17,9 +17,8 @@ parsing of the flags. It acts where the code says `settings.curriculum.on` or `s
     config.py   check                `parse_metrics` refuses bad settings
     plan.py     Plan.__init__        opens the indexes, and makes the `Curriculum`
                 Plan.stage_at        calls `at`, before a step or where a window of rows begins
-                Plan.unpacked_rows   reads `reshapes`: whether the rest of a row makes further rows
-                Plan.full_step       does the same, for the steps ahead
-                Plan.costed          logs the difficulty, and the number of samples it allows
+                Plan.unpacked        reads `reshapes`: whether the rest of a row makes further rows
+                Plan.columns         logs the number of samples that may be drawn
 
 Papers: Li et al., arXiv 2212.03597; arXiv 2108.06084 (sequence length warmup).
 """

@@ -13,7 +13,7 @@ rows of 8 tokens, with --pack. A dot is end-of-text. (Without --pack a GPT reads
 
 Then plan.py decides, at each step, which samples are drawn (4) and which of them share a row (5):
 
-    4  draw         samples 3, 0, 2, 1                         plan.draw
+    4  draw         samples 3, 0, 2, 1                         plan.draw_samples
     5  Rows         parsimon    less. is.    y.                packing.pack_lengths
     6  Batch        tokens    .parsimo  .less.is  ny......     GptTask.batch, which calls collate
                     targets   parsimon  less.is.  y.______     _ is IGNORE

@@ -133,7 +133,7 @@ def dropping_layers(text: str | None, layers: int) -> tuple[int, ...]:
 # ---- the draw
 
 
-def draw(keep: int, bits: Tensor, padding: Tensor | None = None) -> Tensor:
+def draw_kept(keep: int, bits: Tensor, padding: Tensor | None = None) -> Tensor:
     """Choose for each row which `keep` of its T positions go through a layer.
 
     Args:    keep    tokens, 1 <= keep <= T
@@ -144,7 +144,7 @@ def draw(keep: int, bits: Tensor, padding: Tensor | None = None) -> Tensor:
     Raises:  ValueError if keep is outside 1..T
     Deviates: in DeepSpeed (data_routing/basic_layer.py), padding competes with real tokens for
              the K positions
-    Example: draw(2, tensor([[1, 9, 5, 7]])) == [[1, 3]]
+    Example: draw_kept(2, tensor([[1, 9, 5, 7]])) == [[1, 3]]
     """
     T = bits.shape[-1]
     if not 1 <= keep <= T:
@@ -154,7 +154,7 @@ def draw(keep: int, bits: Tensor, padding: Tensor | None = None) -> Tensor:
     return bits.topk(keep, sorted=False).indices.sort().values  # (..., B, K)
 
 
-def draws(
+def draw_for_layers(
     ltd: LtdConfig, context: StepContext, rows: Tensor, batch: "Batch", keep: int
 ) -> dict[int, Tensor]:
     """Draw for all dropping layers at once; returns layer -> (B, K) int64.
@@ -166,7 +166,7 @@ def draws(
     layers = dropping_layers(ltd.layers, context.layers)
     padding = None if batch.is_plain else batch.doc_ids < 0
     drawn = layers if ltd.mode == "random" else layers[:1]
-    kept = draw(keep, context.bits("ltd", drawn, rows, T), padding)  # (layers or 1, B, K)
+    kept = draw_kept(keep, context.bits("ltd", drawn, rows, T), padding)  # (layers or 1, B, K)
     return dict(zip(layers, kept.expand(len(layers), -1, -1), strict=True))
 
 
@@ -217,7 +217,7 @@ def wrap_block(
     keep = kept_now(ltd, context)
     if keep >= batch.tokens.shape[1]:
         return inner
-    return drop_tokens(draws(ltd, context, rows, batch, keep), inner)
+    return drop_tokens(draw_for_layers(ltd, context, rows, batch, keep), inner)
 
 
 def tokens_by_layer(ltd: LtdConfig, context: StepContext, tokens: list[int]) -> list[int]:

@@ -16,9 +16,9 @@ Packing acts where the code says `settings.pack.on`:
 
     config.py   build, check      `resolved` fills in defaults and refuses what cannot work
                 samples_kind      samples are pieces of documents, not rows of the stream
-    plan.py     Plan.__init__     a length curriculum uses another pace; rows may have padding
-                Plan.__call__     calls packed_rows, and so `pack_lengths` in packed_window
-                Plan.full_step    rows keep their full length
+    plan.py     Plan.__init__     the pace of a length curriculum; whether steps share windows
+                Plan.rows_of_step sorts packed rows, so that ranks get equal work
+                Plan.window       calls `packed`, and so `pack_lengths`
 
 Paper: Krell et al., arXiv 2107.02027. Packers are compared in docs/packing.md.
 

@@ -5,7 +5,7 @@ documents, 4 samples, rows of 8 tokens, 4 draws a step, two ranks:
 
     clock    step 0: 0 tokens consumed, the next draw is number 0
     stage    pieces of at most 8 tokens, of any of the samples     Plan.stage_at, curriculum.py
-    draw     draws 0 to 3 give samples 3, 0, 2, 1                  draw, and `shuffled` in clock.py
+    draw     draws 0 to 3 give samples 3, 0, 2, 1                  draw_samples, clock.shuffled
     cut      into pieces of at most 8 tokens, which all are        data.cut
     rows     of all ranks: parsimon | less.is. | y.                packing.pack_lengths
     Batch    rank 0 reads the first row and a blank one, rank 1    Rows.of_rank, GptTask.batch
@@ -189,7 +189,7 @@ class Plan:
             return self.last_window[1]
         stage, seed = self.stage_at(cursor.drawn_at_tokens), self.settings.run.seed
         count = self.draws_per_step * (WINDOW_STEPS if self.steps_share_windows else 1)
-        spans, after = draw(self.samples, stage.pool, cursor, count=count, seed=seed)
+        spans, after = draw_samples(self.samples, stage.pool, cursor, count=count, seed=seed)
         key = (seed, "nsp", cursor.first_draw)  # of how a BERT reads the spans
         if self.settings.pack.on:
             window = Window(self.packed(spans, stage, key), self.seq_len, stage, after)
@@ -344,7 +344,7 @@ class Forecast(NamedTuple):
         return f"{several(self.steps, 'step')}, {self.tokens:,} tokens of text, {flops}"
 
 
-def draw(
+def draw_samples(
     samples: Samples | MixedSamples, pool: Pool | None, cursor: Cursor, *, count: int, seed: int
 ) -> tuple[np.ndarray, Cursor]:
     """Draw `count` samples from the pool, starting at the cursor.

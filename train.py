@@ -51,7 +51,7 @@ from evaluate import Evaluation
 from kernels.triton_here import why_not
 from model import Batch, BlockRunner, Transformer, TransformerConfig, run_plain, run_recomputed
 from plan import Plan, Step, announce, read_ahead, spent
-from support.checkpoint import assign
+from support.checkpoint import load_weights
 from support.clock import StepContext, due, generator, seed_of
 from support.fsdp import shard, sync_gradients
 from support.optim import Optimizers, learning_rate
@@ -302,7 +302,7 @@ def assemble(
     if s.run.fsdp:
         shard(model, runtime)
     if state:
-        assign(model, state["model"])
+        load_weights(model, state["model"])
     # 4. Move to the device after loading; with --offload only the part that has room there.
     offloaded = None
     if s.offload.on:

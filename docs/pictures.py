@@ -289,7 +289,7 @@ def step_time() -> str:
 def dropped() -> str:
     """Which tokens of one row six layers see in one step, if the middle ones keep 6 of 24."""
     context = StepContext(seed=1337, step=1, progress=0.0, seq_len=24, layers=6)
-    drawn = ltd.draw(6, context.bits("ltd", range(1, 5), torch.tensor([0]), 24))  # (4, 1, 6)
+    drawn = ltd.draw_kept(6, context.bits("ltd", range(1, 5), torch.tensor([0]), 24))  # (4, 1, 6)
     seen_by = [range(24), *drawn[:, 0].tolist(), range(24)]
     parts = [text(12, 22, "Which tokens each layer sees in one step", "title")]
     for layer, seen in enumerate(seen_by):
@@ -331,7 +331,7 @@ def flow() -> str:
     packs = pack_lengths(pieces[:, 1] - pieces[:, 0], 8)
     rows = [pieces[row] for row in np.split(packs.items, packs.offsets[1:-1])]
     context = StepContext(seed=1337, step=1, progress=0.0, seq_len=8, layers=4)
-    kept = ltd.draw(3, context.bits("ltd", [1, 2], torch.tensor([0]), 8))[:, 0].tolist()
+    kept = ltd.draw_kept(3, context.bits("ltd", [1, 2], torch.tensor([0]), 8))[:, 0].tolist()
 
     def cells(spans: np.ndarray, x: float, y: float, gap: float, seen: Sequence[int]) -> list[str]:
         parts, token = [], 0

@@ -302,7 +302,7 @@ if triton is not None:
         store_rows(dv, dkv[1], b, h, t, T, H, D)
 
 
-def check(q: Tensor) -> None:
+def check_heads(q: Tensor) -> None:
     """Refuse queries that the kernels do not support."""
     if q.shape[-1] not in HEAD_WIDTHS or q.dtype not in DTYPES:
         needs = f"heads of width {', '.join(map(str, HEAD_WIDTHS))} and 16 or 32 bits"

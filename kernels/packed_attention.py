@@ -232,7 +232,7 @@ def packed_attention(
         if dropout:
             raise ValueError(f"impl {documents.impl!r} has no dropout: choose dense")
         if documents.impl == "triton":
-            attention_tiles.check(q)
+            attention_tiles.check_heads(q)
         return PackedAttention.apply(q, k, v, documents)
     mask, *padding = documents.index
     if not padding:  # on a CPU the mask is added to the scores

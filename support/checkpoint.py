@@ -162,7 +162,7 @@ def receive(tensor: Tensor, runtime: Runtime, sharded: bool) -> Tensor:
     return tensor
 
 
-def assign(model: nn.Module, weights: dict[str, Tensor]) -> None:
+def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
     """Make these tensors the model's weights, without a copy."""
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
     for name in expected.keys() | weights.keys():

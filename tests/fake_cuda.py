@@ -18,7 +18,7 @@ which reads commands and writes what it counted:
     {"plain": {"flags": ["--device", "cuda", ...]},            # of train.py
      "read": {"command": "evaluate", "flags": [...]},          # of evaluate.py
      "stopped": {"flags": [...], "stop": 2},                   # SIGTERM in its second step
-     "broken": {"flags": [...], "patch": {"ltd.draws": "lambda ..."}}}
+     "broken": {"flags": [...], "patch": {"ltd.draw_for_layers": "lambda ..."}}}
 """
 
 import collections

@@ -24,7 +24,7 @@ from small_stores import END, ONE, analyzed, contents, load, many_documents, sam
 from torch.multiprocessing import start_processes
 
 import analyze
-from analyze import Metric, fingerprint
+from analyze import Metric, index_fingerprint
 from data import KINDS
 from support.store import Store
 
@@ -317,7 +317,9 @@ def test_editing_what_a_metric_uses_makes_its_index_stale(store, tmp_path, text)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     samples = samples_of(store)
-    stale = [n for n in ALL if module.fingerprint(samples, n) != fingerprint(samples, n)]
+    stale = [
+        n for n in ALL if module.index_fingerprint(samples, n) != index_fingerprint(samples, n)
+    ]
     assert set(metrics) <= set(stale) and bool(stale) == bool(metrics)
 
 

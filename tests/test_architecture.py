@@ -11,6 +11,7 @@ import ast
 import re
 import sys
 import tomllib
+from collections import defaultdict
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
@@ -150,3 +151,34 @@ def test_every_imported_library_is_declared():
 def test_folders_are_small():
     for room in ("support", "kernels"):
         assert len([*ROOT.glob(f"{room}/*.py")]) <= MOST_FILES
+
+
+# Public names that stand at the top of several files, and mean the same thing in each.
+SHARED_NAMES = {
+    "main": "a command",
+    "parse": "a command line -> settings, of train.py and of evaluate.py",
+    "resolved": "a technique's settings with defaults filled in",
+    "tokens_by_layer": "what a technique costs on the clock",
+    "reference": "a kernel's definition in plain PyTorch",
+    "chosen_impl": "the implementation of a kernel on this machine",
+    "forward": "of attention, by one implementation",
+    "backward": "of attention, by one implementation",
+    "wrap_block": "a technique's block runner",
+}
+
+
+def public_names(source: str) -> list[str]:
+    """Return the functions and classes at the top of a source text that do not begin with _."""
+    nodes = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+    return [node.name for node in nodes if not node.name.startswith("_")]
+
+
+def test_a_public_name_has_one_meaning():
+    """Then grep, and go to definition, lead to one place."""
+    files = defaultdict(list)
+    for module, source in product().items():
+        if module != "lesson":
+            for name in public_names(source):
+                files[name].append(module)
+    several = {name: modules for name, modules in files.items() if len(modules) > 1}
+    assert several.keys() <= SHARED_NAMES.keys(), several

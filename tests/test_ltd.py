@@ -40,7 +40,7 @@ def random_bits(*shape, seed=0):
 def runner_keeping(keep: int, inputs: Batch):
     """Return a block runner with which layers 1 and 2 keep `keep` of 24 tokens."""
     bits = CONTEXT.bits("ltd", (1, 2), torch.arange(len(inputs.tokens)), 24)
-    kept = ltd.draw(keep, bits, inputs.doc_ids < 0)
+    kept = ltd.draw_kept(keep, bits, inputs.doc_ids < 0)
     return ltd.drop_tokens({1: kept[0], 2: kept[1]}, run_plain)
 
 
@@ -48,16 +48,16 @@ def runner_keeping(keep: int, inputs: Batch):
 
 
 def test_a_draw_equals_a_worked_example():
-    assert ltd.draw(2, torch.tensor([[1, 9, 5, 7]])).tolist() == [[1, 3]]
+    assert ltd.draw_kept(2, torch.tensor([[1, 9, 5, 7]])).tolist() == [[1, 3]]
     padding = torch.tensor([[False, True, False, True]])
-    assert ltd.draw(2, torch.tensor([[1, 9, 5, 7]]), padding).tolist() == [[0, 2]]
-    assert ltd.draw(3, torch.tensor([[1, 9, 5, 7]]), padding).tolist() == [[0, 2, 3]]
+    assert ltd.draw_kept(2, torch.tensor([[1, 9, 5, 7]]), padding).tolist() == [[0, 2]]
+    assert ltd.draw_kept(3, torch.tensor([[1, 9, 5, 7]]), padding).tolist() == [[0, 2, 3]]
 
 
 @given(st.integers(1, 24), st.integers(0, 99), st.sets(st.integers(0, 23)))
 def test_draws_are_sorted_and_unique_and_keep_real_tokens_first(keep, seed, padded):
     padding = torch.tensor([[t in padded for t in range(24)]])
-    kept = ltd.draw(keep, random_bits(64, 24, seed=seed), padding)
+    kept = ltd.draw_kept(keep, random_bits(64, 24, seed=seed), padding)
     assert kept.shape == (64, keep)
     assert (kept.diff(dim=1) > 0).all() and kept.min() >= 0 and kept.max() < 24
     real = (~padding).expand(64, -1).gather(1, kept).sum(1)
@@ -73,7 +73,9 @@ def draw_kept(flags="", step=1, rows=N, seed=7) -> torch.Tensor:
     """Return which tokens a run with --ltd-start 6 keeps, as (layers, rows, 24) bool."""
     settings = settings_of(f"--layers 6 --ltd --ltd-start 6 --seq-len 24 --batch-tokens 24 {flags}")
     context = StepContext(seed, step, progress=0.0, seq_len=24, layers=6)
-    by_layer = ltd.draws(settings.ltd, context, torch.arange(rows), batch(False, B=rows), 6)
+    by_layer = ltd.draw_for_layers(
+        settings.ltd, context, torch.arange(rows), batch(False, B=rows), 6
+    )
     kept = torch.stack(list(by_layer.values()))
     return torch.zeros(len(kept), rows, 24, dtype=torch.bool).scatter(2, kept, True)
 

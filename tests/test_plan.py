@@ -13,7 +13,7 @@ from small_stores import in_memory
 import config
 from data import Rows
 from kernels.cross_entropy import IGNORE
-from plan import Plan, draw
+from plan import Plan, draw_samples
 from support.clock import Clock, Cursor
 from support.runtime import Runtime
 from support.store import Store, get_encoding
@@ -56,7 +56,7 @@ def indexed(store, tmp_path_factory):
 
 
 def drawn(plan, first, count, stage_start=0, pool=None):
-    return draw(plan.samples, pool, Cursor(first, stage_start), count=count, seed=1337)
+    return draw_samples(plan.samples, pool, Cursor(first, stage_start), count=count, seed=1337)
 
 
 # ---- which text is read

@@ -81,7 +81,7 @@ def test_off_is_absent(run, log_of, monkeypatch):
     plain = metrics(log_of())
 
     poison = Mock(side_effect=AssertionError("a technique that is off was called"))
-    absent = "ltd.kept_tokens ltd.draw ltd.run_kept ltd.drop_tokens model.checkpoint"
+    absent = "ltd.kept_tokens ltd.draw_kept ltd.run_kept ltd.drop_tokens model.checkpoint"
     absent += " curriculum.pace curriculum.parse_metrics curriculum.Curriculum"
     absent += " plan.ready plan.reshape packing.pack_lengths"
     absent += " plan.packing.pack_lengths"  # evaluation packs with its own import
@@ -196,9 +196,9 @@ def test_a_packed_run_has_the_losses_of_the_unpacked_one(run, log_of, alone, pac
 
 
 def test_control_one_more_sample_or_masks_by_row_change_the_curve(run, log_of, monkeypatch):
-    draw, bits = plan.draw, bert.bits
+    draw, bits = plan.draw_samples, bert.bits
     faults = {
-        "plan.draw": lambda *args, count, seed: draw(*args, count=count + 1, seed=seed),
+        "plan.draw_samples": lambda *args, count, seed: draw(*args, count=count + 1, seed=seed),
         "bert.bits": lambda seeds, numbers, T: bits(seeds, torch.arange(len(numbers)), T),
     }
     for (alone, packed), (place, wrong) in zip(ALONE_AND_PACKED, faults.items(), strict=True):
