@@ -609,7 +609,7 @@ def exported_config(run: CheckpointInfo, s: Flat, layout: Layout) -> dict[str, o
         "bos_token_id": end,
         "eos_token_id": end,
     }
-    if s["rope_scaling"]:
+    if s.get("rope_scaling"):
         scaling = Scaling.parsed(s["rope_scaling"])
         config["rope_scaling"] = scaling.as_published()
         positions = max(positions, int(scaling.factor * scaling.original))
