@@ -240,8 +240,8 @@ class Store:
     def check_tokenizer(self, encoding: tiktoken.Encoding) -> None:
         """Refuse a tokenizer whose content differs from the store's, even if its name does not."""
         if fingerprint(encoding) != self.meta["tokenizer_fingerprint"]:
-            made_with = f"made with tokenizer {self.meta['tokenizer']}, not {encoding.name}"
-            raise ValueError(f"{self.path}: {made_with}")
+            made_with = f"made with tokenizer {self.meta['tokenizer']}"
+            raise ValueError(f"{self.path}: {made_with}, not with the present {encoding.name}")
 
     def check_tokens(self, highest: int) -> None:
         """Refuse a store that holds a token outside its vocabulary."""
