@@ -38,17 +38,16 @@ from support.weights import real_weights, running_layers
 def write(
     model: Transformer, encoding: tiktoken.Encoding, prompt: str, most: int, **options: object
 ) -> Iterator[str]:
-    """Yield a text that begins with `prompt`, piece by piece; `options` are passed to `generate`.
+    """Yield a document that begins with `prompt`, piece by piece.
 
-    The prompt starts a document.
-
+    Args:   options passed to `generate`
     Raises: ValueError if the tokenizer has tokens that the model does not know
     """
-    end, start = encoding.eot_token, encoding.encode_ordinary(prompt)
-    allowed = vocab_size(encoding, "gpt")
-    if allowed > model.config.vocab_size:
-        size = model.config.vocab_size
-        raise ValueError(f"tokenizer {encoding.name} has {allowed} tokens, the model only {size}")
+    allowed, known = vocab_size(encoding, "gpt"), model.config.vocab_size
+    if allowed > known:
+        raise ValueError(f"tokenizer {encoding.name} has {allowed} tokens, the model only {known}")
+    end = encoding.eot_token
+    start = encoding.encode_ordinary(prompt)
     drawn = generate(model, [end, *start], most, allowed=allowed, stop=end, **options)
     pieces = map(encoding.decode_single_token_bytes, chain(start, drawn))
     # a character is yielded once all its bytes are drawn; U+FFFD replaces what is not UTF-8
@@ -77,7 +76,8 @@ def generate(
             generator   a CPU generator: tokens are drawn on the CPU, wherever the model is
     Yields: the drawn tokens, without `stop`
     """
-    tokens, device = list(prompt), model.wte.weight.device
+    tokens = list(prompt)
+    device = model.wte.weight.device
     with evaluating(model):
         for _ in range(most):
             context = torch.tensor([tokens[-model.config.seq_len :]], device=device)  # (1, T)
@@ -106,7 +106,6 @@ def load_run(folder: str, which: str) -> tuple[config.Config, Transformer, dict]
     yet are left out.
 
     Args:   which last | best, or the path of a checkpoint
-    Raises: ValueError if the folder holds no checkpoint, or a damaged one
     """
     path = checkpoint.find(folder, which)
     state = checkpoint.load(path)
@@ -135,7 +134,7 @@ def main(argv: list[str] | None = None) -> None:
     here = runtime.start(args.device, args.dtype)
     settings, model, _ = load_run(args.run, args.checkpoint)
     if settings.model.model != "gpt":
-        raise ValueError(f"{args.run} holds a BERT, which writes no text: try evaluate.py instead")
+        raise ValueError(f"{args.run} holds a BERT, which writes no text")
     encoding = get_encoding(settings.data.tokenizer)
     model.to(here.device)
     for number in range(args.samples):
@@ -152,8 +151,8 @@ def main(argv: list[str] | None = None) -> None:
         )
         try:
             with torch.inference_mode(), here.autocast():
-                for piece in text:  # may hold anything, because the weights may come from anybody
-                    if sys.stdout.isatty():
+                for piece in text:
+                    if sys.stdout.isatty():  # weights from a stranger could control the terminal
                         piece = process.printable(piece, kept="\n\t")
                     print(piece, end="", flush=True)
         finally:  # also after an interrupt

@@ -148,7 +148,7 @@ def models_to_come(run: Run, shape: TransformerConfig) -> list[Transformer]:
     if s.pseudo.on:
         progress = run.clock.consumed_tokens / s.optim.schedule_tokens
         for owners in pseudo.owners_to_come(s.pseudo, s.model.layers, progress):
-            models.append(pseudo.share(empty_model(shape), owners))
+            models.append(pseudo.share_weights(empty_model(shape), owners))
     return models
 
 
@@ -290,7 +290,7 @@ def assemble(
     if s.pseudo.on:
         owners = pseudo.owners_at(s.pseudo, s.model.layers, 0.0)
         owners = tuple(state["pseudo"]["owners"]) if state else owners
-        pseudo.share(model, owners)
+        pseudo.share_weights(model, owners)
     # 2. Compile before wrapping: a wrapper's hooks inside a block would recompile at every length.
     if is_compiled(s, runtime):
         # Blocks share their compiled code. Beyond this limit, new shapes silently run uncompiled.
