@@ -227,12 +227,9 @@ def own_checkpoint(folder, model: Transformer) -> None:
     names = ("layers", "heads", "width", "mlp_width", "pos", "nsp", "qk_norm", "tied")
     settings = {f"model.{name}": getattr(c, name) for name in names}
     state = {"model": model.state_dict(), "step": 3, "tokenizer_fingerprint": "any"}
-    state["config"] = settings | {
-        "model.model": c.kind,
-        "model.size": "nano",
-        "data.tokenizer": "bytes",
-    }
+    state["config"] = settings | {"model.model": c.kind, "model.size": "nano"}
     state["model_size"] = {"vocab_size": c.vocab_size, "positions": c.seq_len}
+    state["config"]["data.tokenizer"] = "bytes"
     state |= {"clock": {}, "best_step": 0}
     checkpoint.save(folder / "step-00000003.pt", state)
 
