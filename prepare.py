@@ -131,18 +131,13 @@ class Corpus:
     it stays held out when other documents come or go. If training or the held-out side would have
     no text, the last 1/holdout of all text is held out instead.
 
-    paths        files and folders
-    holdout      0 holds nothing out, 1 everything
-    split_on     what separates documents in plain text: blank-line, or a string
-    text_column  the field or column with the text
-
     Raises: ValueError, naming the flag, or the file and the line
     """
 
-    paths: Sequence[str | Path]
-    holdout: int = 20
-    split_on: str | None = None
-    text_column: str = "text"
+    paths: Sequence[str | Path]  # files and folders
+    holdout: int = 20  # 0 holds nothing out, 1 everything
+    split_on: str | None = None  # what separates documents in plain text: blank-line, or a string
+    text_column: str = "text"  # the field or column with the text
 
     def __post_init__(self):
         self.files = []
@@ -232,10 +227,7 @@ def input_files(given: str | Path) -> Iterator[tuple[Path, str]]:
 
 
 def kind_of(path: Path) -> str:
-    """Tell what one document is in this file: "file", "line" (of JSON) or "row" (of parquet).
-
-    Raises: ValueError for files that should not be trained on, such as tables, with all the commas
-    """
+    """Tell what one document is: "file", "line" (of JSON) or "row"; refuse tables and the like."""
     with decompressed(path) as file:
         first = next(filter(None, map(bytes.strip, file)), b"")
     name = path.name.lower().removesuffix(".gz")
@@ -261,10 +253,7 @@ def json_object(line: bytes) -> dict[str, object] | None:
 
 @contextmanager
 def decompressed(path: Path) -> Iterator[BinaryIO]:
-    """Open a file, and decompress it if it is gz.
-
-    Raises: ValueError naming the file if the with block finds it damaged or not UTF-8
-    """
+    """Open a file, and decompress it if it is gz. In the with block a bad file is a ValueError."""
     with path.open("rb") as file:
         if file.peek(2)[:2] == b"\x1f\x8b":
             file = io.BufferedReader(gzip.GzipFile(fileobj=file))
@@ -377,9 +366,8 @@ def prepare_tokens(
 ) -> dict:
     """Make a store from a file of tokens with end-of-text after each document, such as nanoGPT's.
 
-    Args:   holdout      passed to `token_sides`
-            tokens_dtype of the file; None: the store's
-    Raises: ValueError for other files, and for numbers that are not tokens of `encoding`
+    Args: holdout      passed to `token_sides`
+          tokens_dtype of the file; None: the store's
     """
     end = encoding.eot_token
     with store.atomic_folder(Path(out)) as folder:
@@ -405,10 +393,7 @@ def token_sides(
     """Map the tokens for training, and the held-out ones: val.bin beside train.bin, or the end.
 
     The end is the last 1/holdout of the file (default: 20). It starts after an end-of-text if there
-    is one shortly before.
-
-    Raises:  ValueError if both `holdout` and val.bin are given
-    Example: of nine times 72 105 256, 24 of the 27 tokens are for training
+    is one shortly before: of nine times 72 105 256, 24 of the 27 tokens are for training.
     """
     tokens = map_tokens(train, dtype)
     test = train.with_name(train.name.replace("train", "val"))
@@ -425,13 +410,9 @@ def token_sides(
 
 
 def map_tokens(file: Path, dtype: np.dtype | str) -> np.ndarray:
-    """Map a file of bare numbers into memory.
-
-    Raises: ValueError for a file that is recognised as something else: by its size, its first
-            bytes, or its zeros (in 32-bit numbers read as 16 bits, every second one is 0)
-    """
+    """Map a file of bare numbers into memory; refuse one that holds something else."""
     tokens = np.memmap(file, dtype, "r")
-    zeros = np.mean(tokens[:BLOCK] == 0)
+    zeros = np.mean(tokens[:BLOCK] == 0)  # of 32-bit numbers read as 16 bits, half are 0
     if zeros > 1 / 3 or tokens[:3].tobytes().startswith(HEADERS):
         problem = f"is not bare {tokens.dtype}, {zeros:.0%} are 0: unpack or convert it"
         raise ValueError(f"--tokens-from {file}: {problem}, or add --tokens-dtype uint32")
@@ -469,35 +450,34 @@ def main(argv: list[str] | None = None) -> None:
     split_on = r"cut plain text into documents at each blank-line, or at a STRING, e.g. '\n---\n'"
     flag("--split-on", metavar="STRING", help=split_on)
     flag("--text-column", help="the field or column with the text (text)")
-    args = parser.parse_args(argv)
-    out = args.out
-    if bool(args.inputs) == bool(args.tokens_from):
+    given = {name: v for name, v in vars(parser.parse_args(argv)).items() if v is not None}
+    inputs, out = given.pop("inputs"), given.pop("out")
+    if bool(inputs) == ("tokens_from" in given):
         raise ValueError("name either files and folders to read, or --tokens-from TRAIN.BIN")
     if out.exists():
         raise ValueError(f"--out {out}: exists already: remove it or name another folder")
-    unused = ["learn_ranks", "split_on", "text_column"] if args.tokens_from else ["tokens_dtype"]
-    unused += ["tokenizer"] if args.learn_ranks is not None else []
-    for name in unused:
-        if vars(args)[name] is not None:
-            raise ValueError(f"--{name.replace('_', '-')} has no effect here: leave it out")
+    unused = {"tokens_dtype"} if inputs else {"learn_ranks", "split_on", "text_column"}
+    if "learn_ranks" in given:
+        unused.add("tokenizer")
+    for name in sorted(unused & given.keys()):
+        raise ValueError(f"--{name.replace('_', '-')} has no effect here: leave it out")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that atomic_folder tidies up
-    options = ("holdout", "split_on", "text_column", "tokens_dtype")
-    how = {name: vars(args)[name] for name in options if vars(args)[name] is not None}
-    if args.learn_ranks is not None:
+    if "learn_ranks" in given:
         if out.suffix != ".tiktoken" or not out.absolute().parent.is_dir():
             raise ValueError(f"--out {out}: end the name in .tiktoken, in a folder that exists")
-        documents = Corpus(args.inputs, **how).documents()
+        n_ranks = given.pop("learn_ranks")
+        documents = Corpus(inputs, **given).documents()
         texts = (document.text for document in documents if not document.held_out)
-        store.write_ranks(out, store.learn_ranks(texts, args.learn_ranks))
+        store.write_ranks(out, store.learn_ranks(texts, n_ranks))
         return
-    name = args.tokenizer or "pd4k"
+    name = given.pop("tokenizer", "pd4k")
     encoding = store.get_encoding(name)
     if name.endswith((".tiktoken", ".model")):
         name = str(Path(name).resolve())  # so that it works from any folder
-    if args.tokens_from:
-        prepare_tokens(args.tokens_from, out, encoding, name, **how)
+    if inputs:
+        prepare(inputs, out, encoding, name, **given)
     else:
-        prepare(args.inputs, out, encoding, name, **how)
+        prepare_tokens(given.pop("tokens_from"), out, encoding, name, **given)
     print_summary(store.Store.open(out))
 
 

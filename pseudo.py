@@ -152,10 +152,7 @@ class Absent(nn.Module):
 
 
 def share_weights(model: nn.Module, owners: Owners) -> nn.Module:
-    """Make the layers of a newly built model use the weights of their owners, in place.
-
-    The layers' own weights are lost.
-    """
+    """Make the layers of a newly built model use the weights of their owners, in place."""
     for layer, owner in enumerate(owners):
         if owner != layer:
             model.h[layer] = Absent() if owner == ABSENT else model.h[owner]
@@ -171,11 +168,9 @@ def hand_over(state: dict, owners: Owners, policy: str) -> dict:
     The new model computes the same function, bit for bit, unless layers were added. Tensors that
     stay the same are reused, not copied.
 
-    Args:    state  {"model": {name: tensor}, "optimizers": {"state": {name: moments}},
-                    "pseudo": {"owners": ...}}; other entries are passed on
+    Args:    state  of a `Trainer`: {"model": {name: tensor}, "pseudo": {"owners": ...}, ...}
              owners of the next stage
-             policy what happens to the moments of weights whose number of uses changes, see
-                    `moments_for`
+             policy see `moments_for`
     Example: with rescale, owners (0, 0) -> (0, 1): h.1.* are copies of h.0.*, and exp_avg_sq of
              both doubles
     """
@@ -256,11 +251,7 @@ def average(named: dict[str, nn.Parameter], owners: Sequence[int]) -> None:
 
 
 def resolved(config: PseudoConfig, layers: int, init: str | None) -> PseudoConfig:
-    """Return the settings with defaults filled in (docs/scale.md has the measurements).
-
-    Args:   layers, init the model's --layers and --init
-    Raises: ValueError naming the flag whose value cannot work
-    """
+    """Return the settings with defaults filled in; ValueError names a flag that cannot work."""
     few = config.layers or layers
     until = ("0.75" if config.layers else "0.05") if config.until is None else config.until
     shares = parse_until(until)
@@ -282,10 +273,8 @@ def resolved(config: PseudoConfig, layers: int, init: str | None) -> PseudoConfi
 def units_of(layers: int, shares: Sequence[float]) -> list[int]:
     """List the units that divide the layers, also when doubled at every share except the last.
 
-    A doubled unit is smaller than the model, since a unit of all layers shares nothing.
-
     Example: for 6 layers 1, 2, 3 and 6; with two shares only 1, which becomes 2
     """
     doubled = 2 ** max(len(shares) - 1, 0)
-    most = layers if doubled == 1 else layers // doubled - 1
+    most = layers if doubled == 1 else layers // doubled - 1  # a unit of all layers shares nothing
     return [n for n in range(1, most + 1) if layers % (n * doubled) == 0]

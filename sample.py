@@ -68,13 +68,12 @@ def generate(
 ) -> Iterator[int]:
     """Draw up to `most` tokens after a prompt, one at a time.
 
-    Args:   prompt      at least one token
-            allowed     draw only ids below this; the others pad the vocabulary
-            stop        a token that ends the text, or None
-            temperature divides the logits; 0 always takes the likeliest token
-            top_k       draw among this many likeliest tokens
-            generator   a CPU generator: tokens are drawn on the CPU, wherever the model is
-    Yields: the drawn tokens, without `stop`
+    Args: prompt      at least one token
+          allowed     draw only ids below this; the others pad the vocabulary
+          stop        a token that ends the text and is not yielded, or None
+          temperature divides the logits; 0 always takes the likeliest token
+          top_k       draw among this many likeliest tokens
+          generator   a CPU generator: tokens are drawn on the CPU, wherever the model is
     """
     tokens = list(prompt)
     device = model.wte.weight.device
@@ -102,10 +101,7 @@ def generate(
 def load_run(folder: str, which: str) -> tuple[config.Config, Transformer, dict]:
     """Load the settings of a run, its model with a checkpoint's weights, and the checkpoint.
 
-    With --pseudo, layers that share weights get a copy each, and layers that have not been added
-    yet are left out.
-
-    Args:   which last | best, or the path of a checkpoint
+    Args: which last | best, or the path of a checkpoint
     """
     path = checkpoint.find(folder, which)
     state = checkpoint.load(path)

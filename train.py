@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     with_tokenizer = replace(settings.data, tokenizer=data.encoding.name)
     settings = replace(settings, data=with_tokenizer)
     runtime.check_same({"the text of --data": data.store.meta["sha256"]})
-    size = started.size if started else model_size(settings, data.encoding, runtime.say)
+    size = started.size if started else model_size(settings, data.encoding)
     with Run(settings, runtime, size, data.store.meta, started) as run:
         try:
             with naming_step(lambda: run.clock.step):

@@ -313,8 +313,7 @@ def sync(path: Path) -> None:
 def folder_lock(folder: Path, wait: bool = True) -> Iterator[None]:
     """Lock this folder while the block runs; the lock also ends if the process is killed.
 
-    Args:   wait whether to wait for a process that holds the lock; it may have changed the folder
-    Raises: ValueError without `wait`, if another process holds the lock
+    Args: wait False: if another process holds the lock, raise a ValueError instead of waiting
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -69,11 +69,8 @@ def with_settings_of_init(given: Flat) -> Flat:
     """Add to the given settings those that follow from what --init names.
 
     From a run: its model, row length and tokenizer; --init becomes the path of its checkpoint, so
-    that it still means the same one if that run continues. A run that itself started from --init
-    passes its learning rate on. From a published model: its dimensions, its context as the row
-    length (at most LONGEST_ROW), and a tenth of the learning rate of a new model of its width.
-
-    Raises: ValueError naming the flags that contradict --init
+    that it still means the same one if that run continues. From a published model: its dimensions,
+    its context as the row length (at most LONGEST_ROW), and a tenth of a new model's learning rate.
     """
     init = given.get("model.init")
     if not init:
@@ -106,16 +103,11 @@ def settings_of_run(source: "CheckpointInfo", given: Flat) -> Flat:
     return settings
 
 
-def model_size(
-    settings: Settings, encoding: tiktoken.Encoding, say: Callable[[str], None] = lambda line: None
-) -> ModelSize:
+def model_size(settings: Settings, encoding: tiktoken.Encoding) -> ModelSize:
     """Return the part of a new model's size that settings leave open; check it against --init.
 
     A published vocabulary fits a tokenizer if it has a row for each id that the model needs, and no
     more rows than pad that to a multiple of 64. Tokenizers of the same size cannot be told apart.
-
-    Args:   say prints what the settings took from a published model
-    Raises: ValueError if the tokenizer or --seq-len does not fit what --init names
     """
     init, seq_len = settings.model.init, settings.data.seq_len
     needed = vocab_size(encoding, settings.model.model)
@@ -135,8 +127,6 @@ def model_size(
         if not needed <= size.vocab_size <= padded:
             needs = f"--tokenizer {encoding.name} needs {needed:,} (padded: {padded:,})"
             raise ValueError(f"--init {init}: has a vocabulary of {size.vocab_size:,}, but {needs}")
-        say(f"--init {init}: --seq-len {seq_len} (default: its context)")
-        say(f"--init {init}: --lr {settings.optim.lr:g} (default: a tenth of a new model's)")
     if size.positions and seq_len > size.positions:
         raise ValueError(f"--seq-len {seq_len}: --init {init} has only {size.positions} positions")
     return size
@@ -176,8 +166,6 @@ def source_of(init: str | Path | None) -> CheckpointInfo | None:
     """Describe a checkpoint, or the newest one of a run; None for anything else.
 
     Layers that share weights (--pseudo) count separately.
-
-    Raises: ValueError for a folder without a checkpoint
     """
     if not init or any((Path(init) / name).exists() for name in IN_A_FOLDER):
         return None
@@ -200,10 +188,7 @@ def source_of(init: str | Path | None) -> CheckpointInfo | None:
 def real_weights(state: dict[str, Any]) -> dict[str, Tensor]:
     """Return the weights in a training state, with names for every layer that runs.
 
-    With --pseudo, layers that share weights get the same tensors, and layers that have not been
-    added yet are skipped.
-
-    Example: with owners (0, -1, 0), the state's h.0.* is returned as h.0.* and as h.1.*
+    Example: with --pseudo and owners (0, -1, 0), h.0.* is returned as h.0.* and as h.1.*
     """
     weights = state["model"]
     real = {name: value for name, value in weights.items() if not name.startswith("h.")}
@@ -317,8 +302,7 @@ def published_settings(path: str | Path) -> Flat:
     """Read the settings that published weights imply, from their config.json or nanoGPT's file.
 
     Returns: {"model.layers": 16, ...}: the settings that decide the model, and as data.seq_len its
-             context, at most LONGEST_ROW; for a bare state dict only data.seq_len, and only if its
-             positions are learned
+             context, at most LONGEST_ROW; for a bare state dict at most data.seq_len
     Raises:  ValueError naming --init for a model that we cannot compute
     """
     config = published_config(path)
@@ -567,9 +551,6 @@ def export(source: str | Path, out: Path) -> None:
 
     transformers loads the model from it, and --init does. To use it on text, you need the tokenizer
     of the run's store. Values are copied unchanged, including the rows that pad the embedding.
-
-    Raises: ValueError, before anything is written, if the source cannot be read or has no
-            published layout, or if `out` exists
     """
     if out.exists():
         raise ValueError(f"--out {out}: exists already: name a new folder")
@@ -643,10 +624,7 @@ DTYPES = {  # in the order in which the safetensors library writes them, wide on
 
 
 def load_file(path: str | Path) -> dict[str, Tensor]:
-    """Memory-map the tensors of a file: they are read from disk when they are used.
-
-    A truncated file or an unsupported dtype raises an error of Python or torch.
-    """
+    """Memory-map the tensors of a file: they are read from disk when they are used."""
     data = np.memmap(path, np.uint8, "c")  # writing to a tensor changes memory, never the file
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")
     header = json.loads(data[8:start].tobytes())

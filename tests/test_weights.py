@@ -618,8 +618,7 @@ def test_init_is_read_until_there_is_a_checkpoint(begin, store_dir, tmp_path, ca
     flags = "--pos learned --tied --layers 4 --heads 2 --width 32 --seq-len 32 --ltd --ltd-start 8"
     assert_same(begin(source, flags, out="new"), model.state_dict())
     output = capsys.readouterr().out
-    assert "--seq-len 32 (default: its context" in output and f"gpt from {source}: " in output
-    assert "--lr 0.002 (default: a tenth" in output
+    assert f"gpt from {source}: " in output
     shutil.copytree(tmp_path / "new", tmp_path / "late")
     assert train.main(["--resume", "--out", "new"]) == 0, "starts over"
     whole = metrics(read_log(tmp_path / "new"))
