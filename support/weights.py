@@ -45,15 +45,7 @@ from support import checkpoint
 from support.clock import seed_of
 from support.process import Parser, exit_cleanly
 from support.run import ModelSize
-from support.settings import (
-    SIZES,
-    Flat,
-    ModelConfig,
-    Settings,
-    as_flags,
-    usual_lr,
-    with_defaults,
-)
+from support.settings import SIZES, Flat, ModelConfig, Settings, as_flags, usual_lr, with_defaults
 from support.store import atomic_folder, fingerprint, get_encoding, vocab_size
 
 # ---- --init
