@@ -20,8 +20,8 @@ All names are in the tables GPT2_LAYOUT, BERT_LAYOUT and LLAMA_LAYOUT. Besides n
             0 1 2 3 of queries and keys in a head of width 4 become rows 0 2 1 3
     nanoGPT GPT-2's names, our order (out, in), and the exact GELU
 
-In reading order: --init, a run's weights, published weights and their settings, layouts, export,
-safetensors.
+The file is long but has one subject: import and export use the same tables. In reading order:
+--init, a run's weights, published weights and their settings, layouts, export, safetensors.
 
     python -m support.weights export runs/a --out exported
 """
@@ -319,7 +319,6 @@ def published_settings(path: str | Path) -> Flat:
     if unknown:
         raise ValueError(f"--init {path}: unknown keys in config.json: {', '.join(unknown)}")
     kind = config.get("rope_type", config.get("type", "default"))
-    settings["rope_scaling"] = None
     if kind == "llama3" and config.keys() >= {*Scaling.KEYS}:
         settings["rope_scaling"] = ":".join(f"{config[key]:g}" for key in Scaling.KEYS)
     elif kind != "default":
@@ -334,14 +333,11 @@ def published_config(path: str | Path) -> dict[str, Any]:
 
     Returns: for nanoGPT's file what its config.json would say; {} if there is none
     """
-    config = {}
-    if model_args := saved_in(path).get("model_args"):
-        config = {"model_type": "gpt2", "activation_function": "gelu", **model_args}
-        config["n_positions"] = config["block_size"]
-    else:
-        folder = Path(path) if Path(path).is_dir() else Path(path).parent
-        if (folder / "config.json").exists():
-            config = saved_in(folder / "config.json")
+    file = (Path(path) if Path(path).is_dir() else Path(path).parent) / "config.json"
+    config = saved_in(file) if file.exists() else {}
+    if args := saved_in(path).get("model_args"):
+        like_gpt2 = {"model_type": "gpt2", "activation_function": "gelu"}
+        config = {**like_gpt2, "n_positions": args["block_size"], **args}
     config |= config.get("rope_scaling") or config.get("rope_parameters") or {}
     return {key: value for key, value in config.items() if value is not None}
 
