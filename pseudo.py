@@ -31,7 +31,6 @@ Papers: Lin et al., arXiv 2110.03888 (the idea and its name; no code); Yang et a
 import math
 from collections import Counter
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -188,7 +187,8 @@ def hand_over(state: dict, owners: Owners, policy: str) -> dict:
         source = origin(before, layer)
         block, kept = block_of(weights, source), block_of(moments, source)
         if source in passed_on:
-            block, kept = deepcopy(block), deepcopy(kept)
+            block = {name: tensor.clone() for name, tensor in block.items()}
+            kept = {name: {key: t.clone() for key, t in of.items()} for name, of in kept.items()}
         passed_on.add(source)
         ratio = before.count(source) / owners.count(layer)  # of uses
         if before[layer] == ABSENT or ratio != 1:
