@@ -284,8 +284,7 @@ def test_a_single_text_is_cut_at_the_same_place_for_every_tokenizer(tmp_path, mo
     Path("in", "a.txt").write_text(text)
     store.write_ranks(Path("a.tiktoken"), {bytes([byte]): byte for byte in range(256)})
     prepare.main(["in", "--out", "store", "--tokenizer", "a.tiktoken"])
-    printed = capsys.readouterr().out
-    assert re.search(r"^documents +2   each a file\ntokens +[0-9,]+ .*\nheld out +1 ", printed)
+    assert re.match(r"documents +2 .*\ntokens .*\nheld out +1 ", capsys.readouterr().out)
     made = Store.open("store")
     assert made.meta["tokenizer"] == str(tmp_path / "a.tiktoken"), "an absolute path"
     training, held_out = texts_of(made)
