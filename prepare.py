@@ -3,9 +3,9 @@
     files ── Corpus ──> documents, held out or not ── batches ──> threads encode ── StoreWriter
 
 One document is: a file of plain text (or a part of it, with --split-on), a line of JSON lines
-(whatever the name of the file), a .json file with one object, or a row of parquet. All files except
-parquet may be gzipped. A file that cannot be read is an error if it is named on the command line;
-in a folder it is skipped and reported.
+(whatever the name of the file), or a row of parquet. All files except parquet may be gzipped. A
+file that cannot be read is an error if it is named on the command line; in a folder it is skipped
+and reported.
 
 Held-out documents are chosen by hash. Of documents d, a, b and c, --holdout 2 holds out d, whose
 crc32 is even, as about one in two is: the store has the tokens of a, b and c, and then those of d,
@@ -28,7 +28,7 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby, islice
@@ -45,115 +45,69 @@ from support.process import several, whole_number
 BLOCK = 1 << 22  # characters of text, or tokens, read at a time
 BATCH = 256  # documents that threads encode together
 
-# Files of text that is not worth training on, also with .gz
-NOT_TEXT = (".csv", ".tsv", ".ipynb", ".pkl", ".pickle", ".svg")
-
-# The first bytes of files that do not hold bare numbers: gz, npy, npz
-HEADERS = (b"\x1f\x8b\x08", b"\x93NUMPY", b"PK\3\4")
-
-# ---- files
+# ---- stores
 
 
-def input_files(given: str | Path) -> Iterator[tuple[Path, str]]:
-    """Yield a file and its name, or all files in a folder, at any depth: sorted, none hidden."""
-    path = Path(given)
-    if given == "" or not path.exists():  # Path("") would be the working folder
-        raise ValueError(f"{given or 'the empty string'}: no such file or folder")
-    if path.is_file():
-        yield path, path.name
-    for file in sorted(path.rglob("*")):
-        name = file.relative_to(path).as_posix()
-        # keep links to folders: they cannot be read, and are reported as skipped
-        if "/." not in f"/{name}" and (file.is_symlink() or not file.is_dir()):
-            yield file, name
+def embedded_store(name: str) -> Path:
+    """Return the store of the embedded corpus in tokenizer `name`; prepare it on first use.
 
-
-def kind_of(path: Path, text_column: str, in_folder: bool) -> str:
-    """Tell what one document is in this file: "file", "line", "JSON object" or "row" (of parquet).
-
-    In a folder, a .json file that is neither lines nor an object with text is read as plain text,
-    like code.
-
-    Cost:   reads plain text to its end
-    Raises: ValueError for files that should not be trained on, such as tables, with all the commas
+    It is in .cache of the repository, or in the user's cache if the repository is read-only, and is
+    named by the tokenizer and the corpus file, so another corpus gets another store.
     """
-    with decompressed(path) as file:
-        first = next(filter(None, map(bytes.strip, file)), b"")
-    name = path.name.lower().removesuffix(".gz")
-    if first.startswith(b"PAR1"):
-        return "row"
-    with suppress(ValueError, RecursionError):
-        if name.endswith(".jsonl") or isinstance(json.loads(first), dict):
-            return "line"
-    is_json = name.endswith(".json")
-    with suppress(ValueError):
-        if is_json and any(text_column in fields for _, fields in read_lines(path, whole=True)):
-            return "JSON object"
-    if name.endswith(NOT_TEXT) or first.startswith(b'[{"') or (is_json and not in_folder):
-        problem = f"is neither text nor JSON with --text-column {text_column}"
-        raise ValueError(f"{path}: {problem}: convert it to JSON lines or parquet")
-    for block in text_blocks(path):
-        if "\0" in block:
-            raise ValueError(f"{path}: is not text: it has a NUL byte")
-    return "file"
-
-
-@contextmanager
-def decompressed(path: Path) -> Iterator[BinaryIO]:
-    """Open a file, and decompress it if it is gz.
-
-    Raises: ValueError, naming the file, for a damaged one, and if the with block raises
-            UnicodeDecodeError
-    """
-    with path.open("rb") as file:
-        if file.peek(2)[:2] == b"\x1f\x8b":
-            file = io.BufferedReader(gzip.GzipFile(fileobj=file))
+    corpus, encoding = process.ROOT / "corpus" / "pd-mix.jsonl.gz", store.get_encoding(name)
+    made_of = f"{store.fingerprint(encoding)[:12]}-{zlib.crc32(corpus.read_bytes()):08x}"
+    folder = process.ROOT / ".cache" / f"pd-mix-{made_of}"
+    if not folder.exists() and not os.access(process.ROOT, os.W_OK):
+        home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        folder = home / "parsimony" / folder.name
+    if not folder.exists():
+        print(f"preparing the embedded corpus in {folder}", file=sys.stderr)
         try:
-            yield file
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise ValueError(f"{path}: cannot be decompressed: {error}") from None
-        except UnicodeDecodeError as error:
-            at = file.tell() - len(error.object) + error.start
-            raise ValueError(f"{path}: is not UTF-8 at byte {at:,}: convert it") from None
+            prepare([corpus], folder, encoding, name)
+        except OSError:
+            if not folder.exists():  # otherwise another process was faster
+                raise
+    return folder
 
 
-def text_blocks(path: Path) -> Iterator[str]:
-    """Read UTF-8 text block by block, without changing line ends."""
-    with decompressed(path) as file:
-        text = io.TextIOWrapper(file, "utf-8", newline="")
-        yield from iter(partial(text.read, BLOCK), "")
+def prepare(
+    inputs: Sequence[str | Path],
+    out: str | Path,
+    encoding: tiktoken.Encoding,
+    name: str,
+    **options: object,
+) -> dict:
+    """Encode documents into a store, which appears whole at `out` or not at all.
 
-
-def read_lines(path: str | Path, whole: bool = False) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield the place (FILE:LINE, for messages) and the object of each line that is not blank.
-
-    Args:   whole read the whole file as one line
-    Raises: ValueError, naming the file and the line, if it cannot be read
+    Args:    inputs, options passed to Corpus
+             name            of the tokenizer, for get_encoding; recorded in the store
+    Returns: the contents of meta.json
+    Raises:  ValueError for bad input, and for a corpus without text
     """
-    with decompressed(Path(path)) as file:
-        for row, line in enumerate([file.read()] if whole else file, 1):
-            if not line.strip():
-                continue
-            fields = None
-            with suppress(ValueError, RecursionError):
-                fields = json.loads(line)
-            if not isinstance(fields, dict):
-                raise ValueError(f"{path}:{row}: is not a JSON object: write one per line")
-            yield f"{path}:{row}", fields
-
-
-def read_parquet(path: Path, text_column: str) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield the place (FILE:ROW) of each row, with its text and id as far as it has them."""
-    from pyarrow import parquet
-
-    try:
-        table = parquet.ParquetFile(path)
-        columns = [name for name in table.schema_arrow.names if name in (text_column, "id")]
-        rows = (batch.to_pylist() for batch in table.iter_batches(1000, columns=columns))
-        for row, fields in enumerate(chain.from_iterable(rows), 1):
-            yield f"{path}:{row}", fields
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{path}: cannot be read as parquet: {error}") from None
+    corpus = Corpus(inputs, **options)
+    documents = corpus.documents()
+    without_text = 0
+    # encode_ordinary would hold the GIL while it builds a list of ints; encode_to_numpy does not
+    encode = partial(encoding.encode_to_numpy, disallowed_special=())
+    with store.atomic_folder(Path(out)) as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        writer = store.StoreWriter(folder, encoding)
+        while batch := list(islice(documents, BATCH)):
+            encoded = pool.map(encode, [document.text for document in batch])
+            for document, ids in zip(batch, encoded, strict=True):
+                if len(ids):
+                    ids = np.append(ids, encoding.eot_token)
+                    writer.append(ids, document.held_out, [len(ids)])
+                else:
+                    without_text += 1
+        return writer.finish(
+            name,
+            inputs,
+            skipped=without_text,
+            document=" or a ".join(sorted({kind for *_, kind in corpus.files})),
+            holdout=corpus.holdout,
+            held_out_by="hash" if corpus.training_characters is None else "tail",
+            split_on=corpus.split_on,
+        )
 
 
 # ---- documents
@@ -171,44 +125,35 @@ class Corpus:
     """The documents of files and folders, each either for training or held out.
 
     A line of JSON or a row of parquet has its text under `text_column` (null means empty), and may
-    have an "id". Any other file is one document with its name as the id, unless `split_on` cuts it
-    into documents without ids. Inside a folder, a file that cannot be read to its end is skipped
-    completely; stderr shows the first five reasons, `skipped` has all.
+    have an "id". A file of plain text has its name as the id, unless `split_on` cuts it.
 
-    About one document in `holdout` is held out, chosen by a hash of its id (or of its text if it
-    has no id), so it stays held out when other documents are added or removed. If there are so few
-    documents that training or the held-out side would have no text, the last 1/holdout of all text
-    is held out instead. To decide that, documents are read until both sides have text.
-
-    paths        files and folders
-    holdout      0 holds nothing out, 1 everything
-    split_on     what separates documents in plain text: blank-line, or a string
-    text_column  the field or column with the text
+    The hash of a document's id, or of its text if it has none, decides whether it is held out; so
+    it stays held out when other documents come or go. If training or the held-out side would have
+    no text, the last 1/holdout of all text is held out instead.
 
     Raises: ValueError, naming the flag, or the file and the line
     """
 
-    paths: Sequence[str | Path]
-    holdout: int = 20
-    split_on: str | None = None
-    text_column: str = "text"
+    paths: Sequence[str | Path]  # files and folders
+    holdout: int = 20  # 0 holds nothing out, 1 everything
+    split_on: str | None = None  # what separates documents in plain text: blank-line, or a string
+    text_column: str = "text"  # the field or column with the text
 
     def __post_init__(self):
-        files = [file for path in self.paths for file in input_files(path)]
-        given = set(map(Path, self.paths))
         self.files = []
         self.skipped = []
-        for path, name in files:
-            try:
-                kind = kind_of(path, self.text_column, path not in given)
-                if kind != "file" and path not in given:
-                    for _ in self._read(path, name, kind):  # check it to its end
-                        pass
-                self.files.append((path, name, kind))
-            except (ValueError, OSError) as error:
-                if path in given:
-                    raise
-                self.skipped.append(process.one_line(error))
+        for given in self.paths:
+            for path, name in input_files(given):
+                try:
+                    kind = kind_of(path)
+                    if kind != "file" and path != Path(given):
+                        for _ in self._read(path, name, kind):  # check it to its end
+                            pass
+                    self.files.append((path, name, kind))
+                except (ValueError, OSError) as error:
+                    if path == Path(given):
+                        raise
+                    self.skipped.append(process.one_line(error))
         if self.skipped and not self.files:
             raise ValueError(f"no file can be read; the first: {self.skipped[0]}")
         if self.skipped:
@@ -230,33 +175,8 @@ class Corpus:
                 hash = zlib.crc32((text if id is None else id).encode())
                 yield Document(text, self.holdout > 0 and hash % self.holdout == 0)
 
-    def _read(self, path: Path, name: str, kind: str) -> Iterator[tuple[str | None, str]]:
-        """Yield the id, or None, and the text of each document in a file."""
-        if kind == "file":
-            for text in split_text(text_blocks(path), self.split_on):
-                yield name if self.split_on is None else None, text
-            return
-        if kind == "row":
-            rows = read_parquet(path, self.text_column)
-        else:
-            rows = read_lines(path, whole=kind == "JSON object")
-        for place, fields in rows:
-            id = None if fields.get("id") is None else str(fields["id"])
-            text = fields.get(self.text_column, 0)
-            if not isinstance(text, str | None):
-                problem = f"no string under {self.text_column} of {', '.join(fields)[:1000]}"
-                raise ValueError(f"{place}: {problem}: choose another --text-column")
-            try:
-                f"{id}{text}".encode()
-            except UnicodeEncodeError:
-                raise ValueError(f"{place}: has half of a surrogate pair, not text") from None
-            yield id, text or ""
-
     def _before_the_tail(self) -> int | None:
-        """Count the characters before the last 1/holdout; None if hashes give both sides text.
-
-        Stops reading as soon as both sides have text.
-        """
+        """Count the characters before the last 1/holdout; None if hashes give both sides text."""
         characters = 0
         sides = set()
         for text, held_out in self._by_hash():
@@ -266,6 +186,118 @@ class Corpus:
             if len(sides) == 2:
                 return None
         return characters - -(-characters // self.holdout)
+
+    def _read(self, path: Path, name: str, kind: str) -> Iterator[tuple[str | None, str]]:
+        """Yield the id, or None, and the text of each document in a file."""
+        if kind == "file":
+            for text in split_text(text_blocks(path), self.split_on):
+                yield name if self.split_on is None else None, text
+            return
+        rows = read_parquet(path, self.text_column) if kind == "row" else read_lines(path)
+        for number, fields in rows:
+            id, text = fields.get("id"), fields.get(self.text_column, 0)
+            if not isinstance(text, str | None):
+                names = ", ".join(fields)[:1000]
+                raise ValueError(f"{path}:{number}: no string under {self.text_column} of {names}")
+            try:
+                f"{id}{text}".encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"{path}:{number}: has half of a surrogate pair") from None
+            yield None if id is None else str(id), text or ""
+
+
+# ---- files
+
+# Files of text that is not worth training on, also with .gz
+NOT_TEXT = (".json", ".csv", ".tsv", ".ipynb", ".pkl", ".pickle", ".svg")
+
+
+def input_files(given: str | Path) -> Iterator[tuple[Path, str]]:
+    """Yield a file and its name, or all files in a folder, at any depth: sorted, none hidden."""
+    path = Path(given)
+    if given == "" or not path.exists():  # Path("") would be the working folder
+        raise ValueError(f"{given or 'the empty string'}: no such file or folder")
+    if path.is_file():
+        yield path, path.name
+    for file in sorted(path.rglob("*")):
+        name = file.relative_to(path).as_posix()
+        # keep links to folders: they cannot be read, and are reported as skipped
+        if "/." not in f"/{name}" and (file.is_symlink() or not file.is_dir()):
+            yield file, name
+
+
+def kind_of(path: Path) -> str:
+    """Tell what one document is: "file", "line" (of JSON) or "row"; refuse tables and the like."""
+    with decompressed(path) as file:
+        first = next(filter(None, map(bytes.strip, file)), b"")
+    name = path.name.lower().removesuffix(".gz")
+    if first.startswith(b"PAR1"):
+        return "row"
+    if name.endswith(".jsonl") or json_object(first) is not None:
+        return "line"
+    if name.endswith(NOT_TEXT) or first.startswith(b'[{"'):
+        raise ValueError(f"{path}: is neither text nor JSON lines: convert it to one of them")
+    if any("\0" in block for block in text_blocks(path)):
+        raise ValueError(f"{path}: is not text: it has a NUL byte")
+    return "file"
+
+
+def json_object(line: bytes) -> dict[str, object] | None:
+    """Parse a line of JSON; None if it is not an object."""
+    try:
+        parsed = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return parsed if isinstance(parsed, dict) else None
+
+
+@contextmanager
+def decompressed(path: Path) -> Iterator[BinaryIO]:
+    """Open a file, and decompress it if it is gz. In the with block a bad file is a ValueError."""
+    with path.open("rb") as file:
+        if file.peek(2)[:2] == b"\x1f\x8b":
+            file = io.BufferedReader(gzip.GzipFile(fileobj=file))
+        try:
+            yield file
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f"{path}: cannot be decompressed: {error}") from None
+        except UnicodeDecodeError as error:
+            at = file.tell() - len(error.object) + error.start
+            raise ValueError(f"{path}: is not UTF-8 at byte {at:,}") from None
+
+
+def text_blocks(path: Path) -> Iterator[str]:
+    """Read UTF-8 text block by block, without changing line ends."""
+    with decompressed(path) as file:
+        text = io.TextIOWrapper(file, "utf-8", newline="")
+        yield from iter(partial(text.read, BLOCK), "")
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
+    """Yield the number and the object of each line that is not blank."""
+    with decompressed(path) as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                fields = json_object(line)
+                if fields is None:
+                    raise ValueError(f"{path}:{number}: is not a JSON object: write one per line")
+                yield number, fields
+
+
+def read_parquet(path: Path, text_column: str) -> Iterator[tuple[int, dict[str, object]]]:
+    """Yield the number of each row, with its text and id as far as it has them."""
+    from pyarrow import parquet
+
+    try:
+        table = parquet.ParquetFile(path)
+        columns = [name for name in table.schema_arrow.names if name in (text_column, "id")]
+        rows = (batch.to_pylist() for batch in table.iter_batches(1000, columns=columns))
+        yield from enumerate(chain.from_iterable(rows), 1)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path}: cannot be read as parquet: {error}") from None
+
+
+# ---- plain text
 
 
 def split_text(blocks: Iterable[str], mark: str | None) -> Iterator[str]:
@@ -318,49 +350,10 @@ def find_cut(text: str, position: int, reach: int) -> int:
     return position
 
 
-# ---- tokens
+# ---- files of tokens
 
-
-def prepare(
-    inputs: Sequence[str | Path],
-    out: str | Path,
-    encoding: tiktoken.Encoding,
-    name: str,
-    **options: object,
-) -> dict:
-    """Encode documents into a store, which appears whole at `out` or not at all.
-
-    Args:    inputs, options passed to Corpus
-             name            of the tokenizer, for get_encoding; recorded in the store
-    Returns: the contents of meta.json
-    Raises:  ValueError for bad input, and for a corpus without text
-    Cost:    memory for one batch of documents and their tokens; results/prepare.jsonl compares
-             documents per second with tiktoken's
-    """
-    corpus = Corpus(inputs, **options)
-    documents = corpus.documents()
-    skipped = 0
-    # encode_ordinary would hold the GIL while it builds a list of ints; encode_to_numpy does not
-    encode = partial(encoding.encode_to_numpy, disallowed_special=())
-    with store.atomic_folder(Path(out)) as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-        writer = store.StoreWriter(folder, encoding)
-        while batch := list(islice(documents, BATCH)):
-            encoded = pool.map(encode, [document.text for document in batch])
-            for document, ids in zip(batch, encoded, strict=True):
-                skipped += not len(ids)
-                if len(ids):
-                    ids = np.append(ids, encoding.eot_token)
-                    writer.append(ids, document.held_out, [len(ids)])
-        return writer.finish(
-            name,
-            inputs,
-            skipped=skipped,
-            skipped_files=len(corpus.skipped),
-            document=" or a ".join(sorted({kind for *_, kind in corpus.files})),
-            holdout=corpus.holdout,
-            held_out_by="hash" if corpus.training_characters is None else "tail",
-            split_on=corpus.split_on,
-        )
+# The first bytes of files that do not hold bare numbers: gz, npy, npz
+HEADERS = (b"\x1f\x8b\x08", b"\x93NUMPY", b"PK\3\4")
 
 
 def prepare_tokens(
@@ -373,10 +366,8 @@ def prepare_tokens(
 ) -> dict:
     """Make a store from a file of tokens with end-of-text after each document, such as nanoGPT's.
 
-    Args:    holdout      passed to `token_sides`
-             tokens_dtype of the file; None: the store's
-    Returns: the contents of meta.json
-    Raises:  ValueError for other files, and for numbers that are not tokens of `encoding`
+    Args: holdout      passed to `token_sides`
+          tokens_dtype of the file; None: the store's
     """
     end = encoding.eot_token
     with store.atomic_folder(Path(out)) as folder:
@@ -386,8 +377,8 @@ def prepare_tokens(
             for start in range(0, len(tokens), BLOCK):
                 ids = np.array(tokens[start : start + BLOCK])
                 if ids.max() > end:
-                    problem = f"has token {ids.max()}, but those of --tokenizer {name} end at"
-                    raise ValueError(f"--tokens-from {tokens.filename}: {problem} {end}")
+                    largest = f"token {ids.max()}, but those of --tokenizer {name} end at {end}"
+                    raise ValueError(f"--tokens-from {tokens.filename}: has {largest}")
                 before = np.append(tokens[start - 1] if start else end, ids[:-1])
                 ids = ids[(ids != end) | (before != end)]  # drop empty documents
                 writer.append(ids, side, np.flatnonzero(ids == end) + 1)
@@ -402,10 +393,7 @@ def token_sides(
     """Map the tokens for training, and the held-out ones: val.bin beside train.bin, or the end.
 
     The end is the last 1/holdout of the file (default: 20). It starts after an end-of-text if there
-    is one shortly before.
-
-    Raises:  ValueError if both `holdout` and val.bin are given
-    Example: of nine times 72 105 256, 24 of the 27 tokens are for training
+    is one shortly before: of nine times 72 105 256, 24 of the 27 tokens are for training.
     """
     tokens = map_tokens(train, dtype)
     test = train.with_name(train.name.replace("train", "val"))
@@ -413,8 +401,8 @@ def token_sides(
         if holdout is not None:
             raise ValueError(f"--holdout {holdout} has no effect, {test} is held out: leave it out")
         return tokens, map_tokens(test, dtype)
-    share = 20 if holdout is None else holdout
-    tail = -(-len(tokens) // share) if share else 0
+    one_in = 20 if holdout is None else holdout
+    tail = -(-len(tokens) // one_in) if one_in else 0
     cut = len(tokens) - tail
     near = np.flatnonzero(tokens[max(0, cut - tail // 2 - 1) : cut][::-1] == end)
     cut -= near[0] if len(near) else 0
@@ -422,59 +410,30 @@ def token_sides(
 
 
 def map_tokens(file: Path, dtype: np.dtype | str) -> np.ndarray:
-    """Map a file of bare numbers into memory.
-
-    Raises: ValueError for a file that is recognised as something else, by its size, its first bytes
-            or its zeros: in 32-bit numbers read as 16 bits, every second one is 0
-    """
-    try:
-        tokens = np.memmap(file, dtype, "r")
-    except ValueError as error:
-        raise ValueError(f"--tokens-from {file}: {error}") from None
-    zeros = np.mean(tokens[:BLOCK] == 0)
+    """Map a file of bare numbers into memory; refuse one that holds something else."""
+    tokens = np.memmap(file, dtype, "r")
+    zeros = np.mean(tokens[:BLOCK] == 0)  # of 32-bit numbers read as 16 bits, half are 0
     if zeros > 1 / 3 or tokens[:3].tobytes().startswith(HEADERS):
-        problem = f"is not bare {tokens.dtype}, {zeros:.0%} are 0: add --tokens-dtype uint32"
-        convert = "numpy.fromfile(FILE, 'int64').astype('uint32').tofile(NEW)"
-        raise ValueError(f"--tokens-from {file}: {problem}, or unpack or convert it: {convert}")
+        problem = f"is not bare {tokens.dtype}, {zeros:.0%} are 0: unpack or convert it"
+        raise ValueError(f"--tokens-from {file}: {problem}, or add --tokens-dtype uint32")
     return tokens
 
 
-def embedded_store(name: str) -> Path:
-    """Return the store of the embedded corpus in tokenizer `name`; prepare it on first use.
-
-    It is in .cache of the repository or, if the repository is read-only, in the user's cache.
-    """
-    encoding = store.get_encoding(name)
-    folder = process.ROOT / ".cache" / f"pd-mix-{store.fingerprint(encoding)[:12]}"
-    if not folder.exists() and not os.access(process.ROOT, os.W_OK):
-        home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        folder = home / "parsimony" / folder.name
-    if not folder.exists():
-        print(f"preparing the embedded corpus in {folder}", file=sys.stderr)
-        try:
-            prepare([process.ROOT / "corpus" / "pd-mix.jsonl.gz"], folder, encoding, name)
-        except OSError:
-            if not folder.exists():  # otherwise another process was faster
-                raise
-    return folder
+# ---- the command
 
 
 def print_summary(made: store.Store) -> None:
     meta = made.meta
-    held_out, held_out_tokens = (meta[n] - meta[f"train_{n}"] for n in ("documents", "tokens"))
+    held_out = meta["documents"] - meta["train_documents"]
+    held_out_tokens = meta["tokens"] - meta["train_tokens"]
     bytes_each = meta["bytes"] / (meta["tokens"] - meta["documents"])
-    tail = f", the last 1/{meta['holdout']} of the text" if meta["held_out_by"] == "tail" else ""
     cut = ", cut by --split-on" if meta.get("split_on") else ""
+    tail = f", the last 1/{meta['holdout']} of the text" if meta["held_out_by"] == "tail" else ""
     print(f"documents {meta['documents']:>14,}   each a {meta['document']}{cut}")
     print(f"tokens    {meta['tokens']:>14,}   {bytes_each:.3f} bytes per token")
     print(f"held out  {held_out:>14,}   documents, {held_out_tokens:,} tokens{tail}")
     if meta.get("skipped"):
         print(f"skipped   {meta['skipped']:>14,}   documents without text")
-    if meta["document"] == "file" and not cut and meta["bytes"] > 1e6 * meta["documents"]:
-        print("so long a file may hold many documents: cut it with --split-on blank-line or STRING")
-    if bytes_each < 1.6 and meta["tokenizer"] != "bytes":
-        command = "python prepare.py YOUR_TEXT --learn-ranks 4096 --out own.tiktoken"
-        print(f"few bytes per token: a tokenizer learned from this text may do better\n  {command}")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -491,35 +450,34 @@ def main(argv: list[str] | None = None) -> None:
     split_on = r"cut plain text into documents at each blank-line, or at a STRING, e.g. '\n---\n'"
     flag("--split-on", metavar="STRING", help=split_on)
     flag("--text-column", help="the field or column with the text (text)")
-    args = parser.parse_args(argv)
-    out = args.out
-    if bool(args.inputs) == bool(args.tokens_from):
+    given = {name: v for name, v in vars(parser.parse_args(argv)).items() if v is not None}
+    inputs, out = given.pop("inputs"), given.pop("out")
+    if bool(inputs) == ("tokens_from" in given):
         raise ValueError("name either files and folders to read, or --tokens-from TRAIN.BIN")
     if out.exists():
         raise ValueError(f"--out {out}: exists already: remove it or name another folder")
-    unused = ["learn_ranks", "split_on", "text_column"] if args.tokens_from else ["tokens_dtype"]
-    unused += ["tokenizer"] if args.learn_ranks is not None else []
-    for name in unused:
-        if vars(args)[name] is not None:
-            raise ValueError(f"--{name.replace('_', '-')} has no effect here: leave it out")
+    unused = {"tokens_dtype"} if inputs else {"learn_ranks", "split_on", "text_column"}
+    if "learn_ranks" in given:
+        unused.add("tokenizer")
+    for name in sorted(unused & given.keys()):
+        raise ValueError(f"--{name.replace('_', '-')} has no effect here: leave it out")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that atomic_folder tidies up
-    options = ("holdout", "split_on", "text_column", "tokens_dtype")
-    how = {name: vars(args)[name] for name in options if vars(args)[name] is not None}
-    if args.learn_ranks is not None:
+    if "learn_ranks" in given:
         if out.suffix != ".tiktoken" or not out.absolute().parent.is_dir():
             raise ValueError(f"--out {out}: end the name in .tiktoken, in a folder that exists")
-        documents = Corpus(args.inputs, **how).documents()
+        n_ranks = given.pop("learn_ranks")
+        documents = Corpus(inputs, **given).documents()
         texts = (document.text for document in documents if not document.held_out)
-        store.write_ranks(out, store.learn_ranks(texts, args.learn_ranks))
+        store.write_ranks(out, store.learn_ranks(texts, n_ranks))
         return
-    name = args.tokenizer or "pd4k"
+    name = given.pop("tokenizer", "pd4k")
     encoding = store.get_encoding(name)
     if name.endswith((".tiktoken", ".model")):
         name = str(Path(name).resolve())  # so that it works from any folder
-    if args.tokens_from:
-        prepare_tokens(args.tokens_from, out, encoding, name, **how)
+    if inputs:
+        prepare(inputs, out, encoding, name, **given)
     else:
-        prepare(args.inputs, out, encoding, name, **how)
+        prepare_tokens(given.pop("tokens_from"), out, encoding, name, **given)
     print_summary(store.Store.open(out))
 
 

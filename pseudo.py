@@ -8,27 +8,22 @@ layers out, or both:
     --pseudo-layers 3 a  .  b  .  .  c     three layers run, the others are added later
 
 After a given share of the budget, every layer gets weights of its own: a copy of the weights that
-ran in its place. The optimizer state is handed over too. Sharing saves memory but no FLOPs; fewer
-layers save both. While weights are shared, their gradient is averaged over their uses; autograd
-would leave the sum.
+ran in its place, and their optimizer state. Sharing saves memory but no FLOPs; fewer layers save
+both. The gradient of shared weights is averaged over their uses; autograd would leave the sum.
 
 A stage of a run is described by its `Owners`: for each layer, the layer whose weights it uses.
-`share` makes a new model use the owners of a stage, and `hand_over` turns the state of one stage
-into the state of the next. Parameters keep their names throughout. In reading order: configuration,
-stages, model, state, gradients, settings. The technique acts where the code says
-`settings.pseudo.on`:
+Parameters keep their names throughout. In reading order: configuration, stages, model, state,
+gradients, settings. The technique acts where the code says `settings.pseudo.on`:
 
     config.py   build             `resolved` fills in defaults and refuses what cannot work
     plan.py     tokens_by_layer   absent layers cost nothing on the clock
     train.py    models_to_come    `owners_to_come`: --offload needs room for every stage
-                assemble          `share`: when a run starts or resumes, and after each stage
-                train             `next_trainer`: when `owners_at` changes, hand the state over and
-                                  assemble again
+                assemble          `share_weights`: in a new, resumed or changed model
+                next_trainer      `hand_over` the state when `owners_at` changes; assemble again
                 train_step        `average` the gradients; `state` saves the owners
 
-Papers: Lin et al., arXiv 2110.03888 (the idea and its name; no code); Yang et al., arXiv
-        2110.03848 (units, when to untie, mean gradients); Gong et al. 2019, StackBERT, and arXiv
-        2511.04981 (growth in depth)
+Papers: Lin et al., arXiv 2110.03888 (the idea and its name; no code); Yang et al., arXiv 2110.03848
+        (units, when to untie, mean gradients); Gong et al. 2019, StackBERT (growth in depth)
 
     python train.py --pseudo --pseudo-group 1 --pseudo-until 0.02,0.05,0.1
 """
@@ -38,7 +33,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -86,12 +81,12 @@ def stage(layers: int, present: int, group: int) -> Owners:
     Paper:    arXiv 2110.03848, section 4: A x B is a unit of A layers used B times
     Example:  stage(6, 6, 2) == (0, 1, 0, 1, 0, 1); stage(6, 3, 3) == (0, -1, 2, -1, -1, 5)
     """
-    places = [-(-number * layers // present) for number in range(present)]
+    running = [-(-number * layers // present) for number in range(present)]
     if present > 1:
-        places[-1] = layers - 1
+        running[-1] = layers - 1
     owners = [ABSENT] * layers
-    for number, place in enumerate(places):
-        owners[place] = places[number % group]
+    for number, layer in enumerate(running):
+        owners[layer] = running[number % group]
     return tuple(owners)
 
 
@@ -102,9 +97,10 @@ def origin(owners: Owners, layer: int) -> int:
 
     Example: with owners (0, -1, 2, -1, -1, 5), layers 0 to 5 inherit from 0, 0, 2, 2, 5, 5
     """
-    places = [place for place, owner in enumerate(owners) if owner != ABSENT]
-    stand_in = places[layer * len(places) // len(owners)]
-    return owners[layer if owners[layer] != ABSENT else stand_in]
+    if owners[layer] != ABSENT:
+        return owners[layer]
+    running = [owner for owner in owners if owner != ABSENT]
+    return running[layer * len(running) // len(owners)]
 
 
 def owners_in_words(owners: Owners) -> str:
@@ -113,11 +109,7 @@ def owners_in_words(owners: Owners) -> str:
 
 
 def parse_until(text: str) -> tuple[float, ...]:
-    """Parse the shares of the budget at which stages end.
-
-    Example: "0.02,0.1" -> (0.02, 0.1)
-    Raises:  ValueError unless the shares increase and lie between 0 and 1
-    """
+    """Parse the shares of the budget at which stages end. Example: "0.02,0.1" -> (0.02, 0.1)"""
     try:
         shares = tuple(map(float, text.split(",")))
     except ValueError:
@@ -158,12 +150,8 @@ class Absent(nn.Module):
         return x
 
 
-def share(model: nn.Module, owners: Owners) -> nn.Module:
-    """Make the layers of a newly built model use the weights of their owners, in place.
-
-    The layers' previous weights are lost. To take a trained model from one stage to the next, apply
-    `hand_over` to its state.
-    """
+def share_weights(model: nn.Module, owners: Owners) -> nn.Module:
+    """Make the layers of a newly built model use the weights of their owners, in place."""
     for layer, owner in enumerate(owners):
         if owner != layer:
             model.h[layer] = Absent() if owner == ABSENT else model.h[owner]
@@ -179,46 +167,34 @@ def hand_over(state: dict, owners: Owners, policy: str) -> dict:
     The new model computes the same function, bit for bit, unless layers were added. Tensors that
     stay the same are reused, not copied.
 
-    Args:    state     {"model": {name: tensor}, "optimizers": {"state": {name: {what: tensor}}},
-                       "pseudo": {"owners": ...}}; other entries are passed on
-             owners    of the next stage
-             policy    optimizer state of a layer that gets its own copy of weights with n uses:
-                         copy     the moments of the shared weights
-                         rescale  the same, but the second moment times n, because the mean of n
-                                  independent gradients has 1/n of the variance of one
-                         reset    none: the moments start from zero, with AdamW's bias correction
+    Args:    state  of a `Trainer`: {"model": {name: tensor}, "pseudo": {"owners": ...}, ...}
+             owners of the next stage
+             policy see `moments_for`
     Example: with rescale, owners (0, 0) -> (0, 1): h.1.* are copies of h.0.*, and exp_avg_sq of
              both doubles
     """
     before: Owners = tuple(state["pseudo"]["owners"])
     weights, moments = state["model"], state["optimizers"]["state"]
-    new_weights, new_moments = (
-        {name: value for name, value in named.items() if not name.startswith("h.")}
-        for named in (weights, moments)
-    )
-    uses_before, uses_after = Counter(before), Counter(owners)
-    taken: set[int] = set()  # layers of the old stage whose weights a new layer already has
+    new_weights = {name: value for name, value in weights.items() if not name.startswith("h.")}
+    new_moments = {name: value for name, value in moments.items() if not name.startswith("h.")}
+    passed_on: set[int] = set()  # layers of the old stage whose tensors a new layer has already
     for layer, owner in enumerate(owners):
         if owner == ABSENT:
             continue
-        if owner != layer:  # the first layer that shares is the owner, so it has its weights by now
-            for name in names_of_block(new_weights, owner):
-                new_weights[f"h.{layer}.{name}"] = new_weights[f"h.{owner}.{name}"]
+        if owner != layer:  # an owner is the first of its layers, so its weights are there by now
+            new_weights |= named(block_of(new_weights, owner), layer)
             continue
         source = origin(before, layer)
-        is_new = before[layer] == ABSENT
-        is_copy = source in taken
-        taken.add(source)
-        changes = is_new or uses_before[source] != uses_after[layer]
-        scale = uses_before[source] / uses_after[layer] if policy == "rescale" else 1
-        for name in names_of_block(weights, source):
-            old, new = f"h.{source}.{name}", f"h.{layer}.{name}"
-            new_weights[new] = weights[old].clone() if is_copy else weights[old]
-            if old in moments and not (policy == "reset" and changes):
-                kept = {key: t.clone() if is_copy else t for key, t in moments[old].items()}
-                if scale != 1 and "exp_avg_sq" in kept:
-                    kept["exp_avg_sq"] = kept["exp_avg_sq"] * scale
-                new_moments[new] = kept
+        block, kept = block_of(weights, source), block_of(moments, source)
+        if source in passed_on:
+            block = {name: tensor.clone() for name, tensor in block.items()}
+            kept = {name: {key: t.clone() for key, t in of.items()} for name, of in kept.items()}
+        passed_on.add(source)
+        ratio = before.count(source) / owners.count(layer)  # of uses
+        if before[layer] == ABSENT or ratio != 1:
+            kept = moments_for(kept, ratio, policy)
+        new_weights |= named(block, layer)
+        new_moments |= named(kept, layer)
     return {
         **state,
         "model": new_weights,
@@ -227,27 +203,46 @@ def hand_over(state: dict, owners: Owners, policy: str) -> dict:
     }
 
 
-def names_of_block(weights: dict[str, Tensor], layer: int) -> list[str]:
-    """Return the names of a block's weights, relative to the block.
-
-    Example: {"h.3.attn.c_attn.weight": ...} and layer 3 give ["attn.c_attn.weight"]
-    """
+def block_of(entries: dict[str, Any], layer: int) -> dict[str, Any]:
+    """Select the entries of a block: {"h.3.ln_1.bias": x} and layer 3 give {"ln_1.bias": x}"""
     prefix = f"h.{layer}."
-    return [name.removeprefix(prefix) for name in weights if name.startswith(prefix)]
+    return {name[len(prefix) :]: x for name, x in entries.items() if name.startswith(prefix)}
+
+
+def named(block: dict[str, Any], layer: int) -> dict[str, Any]:
+    """Undo `block_of`, for any layer."""
+    return {f"h.{layer}.{name}": value for name, value in block.items()}
+
+
+def moments_for(moments: dict[str, dict], n: float, policy: str) -> dict[str, dict]:
+    """Return the optimizer state of a layer that gets its own copy of weights with n uses.
+
+    copy     the moments of the shared weights
+    rescale  the same, but the second moment times n, because the mean of n independent gradients
+             has 1/n of the variance of one
+    reset    none: the moments start from zero, with AdamW's bias correction
+    """
+    if policy == "reset":
+        return {}
+    if policy == "copy" or n == 1:
+        return moments
+    return {
+        name: {key: t * n if key == "exp_avg_sq" else t for key, t in of.items()}
+        for name, of in moments.items()
+    }
 
 
 # ---- the gradients
 
 
 def average(named: dict[str, nn.Parameter], owners: Sequence[int]) -> None:
-    """Average the gradients of shared weights over their uses, in place.
+    """Average the gradients of shared weights over their uses, in place (arXiv 2110.03848, alg. 1).
 
-    Paper: arXiv 2110.03848, algorithm 1
-    Args:  named  parameters by name; autograd has summed their gradients over all uses
-           owners for each layer, the layer whose weights it uses, or -1
+    Args: named  parameters by name; autograd has summed their gradients over all uses
+          owners for each layer, the layer whose weights it uses, or ABSENT
     """
     for owner, uses in Counter(owners).items():
-        if uses > 1 and owner >= 0:
+        if uses > 1 and owner != ABSENT:
             shared = [p.grad for name, p in named.items() if name.startswith(f"h.{owner}.")]
             torch._foreach_div_([gradient for gradient in shared if gradient is not None], uses)
 
@@ -256,11 +251,7 @@ def average(named: dict[str, nn.Parameter], owners: Sequence[int]) -> None:
 
 
 def resolved(config: PseudoConfig, layers: int, init: str | None) -> PseudoConfig:
-    """Return the settings with defaults filled in (docs/scale.md has the measurements).
-
-    Args:   layers, init the model's --layers and --init
-    Raises: ValueError naming the flag whose value cannot work
-    """
+    """Return the settings with defaults filled in; ValueError names a flag that cannot work."""
     few = config.layers or layers
     until = ("0.75" if config.layers else "0.05") if config.until is None else config.until
     shares = parse_until(until)
@@ -273,22 +264,17 @@ def resolved(config: PseudoConfig, layers: int, init: str | None) -> PseudoConfi
         raise ValueError(f"--pseudo-layers {few} is more than the model's {layers} layers")
     if group not in units:
         choices = ", ".join(map(str, units)) or "fewer shares"
-        raise ValueError(
-            f"--pseudo-group {group} with --pseudo-until {until}: the unit, doubled at each share"
-            f" but the last, must divide {few} layers: choose {choices}"
-        )
+        raise ValueError(f"--pseudo-group {group} with --pseudo-until {until}: choose {choices}")
     if init is not None:
         raise ValueError("--init and --pseudo exclude each other: --init has weights of all layers")
     return replace(config, until=until, group=group)
 
 
 def units_of(layers: int, shares: Sequence[float]) -> list[int]:
-    """Return the units that divide the layers, also when doubled at every share except the last.
-
-    A doubled unit is smaller than the model, since a unit of all layers shares nothing.
+    """List the units that divide the layers, also when doubled at every share except the last.
 
     Example: for 6 layers 1, 2, 3 and 6; with two shares only 1, which becomes 2
     """
     doubled = 2 ** max(len(shares) - 1, 0)
-    most = layers if doubled == 1 else layers // doubled - 1
+    most = layers if doubled == 1 else layers // doubled - 1  # a unit of all layers shares nothing
     return [n for n in range(1, most + 1) if layers % (n * doubled) == 0]

@@ -19,17 +19,17 @@ field that never changes gets no chart. Training loss is in bits per byte if all
 equal mean bytes per token. Dropped is 1 - layer_tokens / (--layers times all positions).
 
 Runs whose settings differ only in the seed are one recipe: one row of numbers, with their mean and
-spread, and one colour. A loss is reached where the line between two evaluations first crosses it:
-from 3.0 after 100 tokens to 2.0 after 200, it reaches 2.5 after 150. Only logs are read: no model,
-data or checkpoint. report.html holds the frame of the page and its colours, for light and dark.
+spread, and one colour. Only logs are read: no model, data or checkpoint. report.html holds the
+frame of the page and its colours, for light and dark.
+
+In reading order: logs, the page, its tables, its charts, one chart as SVG, the command.
 """
 
 import math
-import re
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from html import escape, unescape
+from html import escape
 from itertools import pairwise
 from pathlib import Path
 from string import Template
@@ -46,8 +46,12 @@ from support.store import atomic_write
 FRAME = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
 # What a run spends, and what a comparison may hold fixed. Time is the time of the steps, without
 # evaluations and checkpoints.
-UNITS = {"consumed_tokens": "consumed tokens", "real_tokens": "raw tokens", "flops": "FLOPs"}
-UNITS |= {"seconds": "minutes"}
+UNITS = {
+    "consumed_tokens": "consumed tokens",
+    "real_tokens": "raw tokens",
+    "flops": "FLOPs",
+    "seconds": "minutes",
+}
 # {column: (title, unit, factor)}
 CHARTS = {
     "grad_norm": ("Gradient norm", "", 1),
@@ -66,8 +70,8 @@ COLUMNS = ("step", "layer_tokens", "loss", "epochs", "consumed_tokens", "real_to
 AXIS = "consumed_tokens"  # horizontal axis of charts
 BITS = "bits per byte"
 # settings in which runs of one recipe may differ
-SEEDS = {f"run.{name}" for name in ("seed", "out", "resume", "keep", "wandb")}
-SEEDS |= {"run.eval_every", "run.checkpoint_every"}
+OF_A_RUN = ("seed", "out", "resume", "keep", "wandb", "eval_every", "checkpoint_every")
+MAY_DIFFER = {f"run.{name}" for name in OF_A_RUN}
 
 
 # ---- logs
@@ -110,19 +114,15 @@ class RunLog(NamedTuple):
 
 
 def read_run(folder: Path) -> RunLog:
-    """Read the log in the folder of a run.
-
-    Raises: ValueError for a folder without a log
-    Cost:   15 µs per step on one core, and 2 KB of memory
-    """
+    """Read the log in the folder of a run; ValueError if there is none."""
     lines: dict[str, list[dict]] = defaultdict(list)
     for line in read_log(folder):
         lines[line["event"]].append(line)
     if not lines["run"]:
         raise ValueError(f"{folder} holds no log.jsonl: name the folder of a run that has started")
     trains = lines.pop("train", [])
-    found = {name for line in trains for name in line if name.startswith("difficulty_")}
-    names = (*COLUMNS, *CHARTS, *sorted(found))
+    difficulties = {name for line in trains for name in line if name.startswith("difficulty_")}
+    names = (*COLUMNS, *CHARTS, *sorted(difficulties))
     steps = {n: np.array([line.get(n) for line in trains], dtype=float) for n in names}
     steps["seconds"] = np.nancumsum(steps["ms"]) / 1e3
     real, computed = (np.diff(steps[n], prepend=0.0) for n in ("real_tokens", "layer_tokens"))
@@ -134,17 +134,136 @@ def read_run(folder: Path) -> RunLog:
     return RunLog(folder, lines, steps)
 
 
-def recipes_of(logs: Sequence[RunLog]) -> dict[str, list[RunLog]]:
+Recipes = dict[str, list[RunLog]]  # {name: runs that differ only in the seed}
+
+
+def recipes_of(logs: Sequence[RunLog]) -> Recipes:
     """Group runs whose settings differ only in the seed, in the order of their first runs."""
-    groups: dict[str, list[RunLog]] = {}
+    groups = defaultdict(list)
     for log in logs:
-        recipe = sorted((name, str(v)) for name, v in log.settings.items() if name not in SEEDS)
-        groups.setdefault(str(recipe), []).append(log)
+        recipe = sorted((n, str(value)) for n, value in log.settings.items() if n not in MAY_DIFFER)
+        groups[str(recipe)].append(log)
     recipes = {}
     for runs in groups.values():
         others = f" and {len(runs) - 1} more" if len(runs) > 1 else ""
         recipes[f"{runs[0].folder}{others}"] = runs
     return recipes
+
+
+# ---- the page
+
+
+def write_page(*folders: Path, out: Path | None = None, loss: float | None = None) -> Path:
+    """Write a page about these runs to `out` (default: report.html, for one run in its folder)."""
+    file = out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
+    text = page([read_run(folder) for folder in folders], loss)
+    with atomic_write(file) as stream:
+        stream.write(text.encode())
+    return file
+
+
+def page(logs: list[RunLog], loss: float | None = None) -> str:
+    """Make the HTML page; `loss` is the one to which the costs of several runs are compared."""
+    recipes = recipes_of(logs)
+    settings = {name: runs[0].settings for name, runs in recipes.items()}
+    is_one, first = len(logs) == 1, next(iter(recipes.values()))
+    events: list[tuple[int, str]] = []
+    if is_one:
+        settings["default"] = flattened(config.build({}))
+        events = events_of(logs[0])
+    elif loss is None and all(log.lines["eval"] for log in first):
+        loss = max(log.on_the_way[-1]["val_bpb"] for log in first)  # all its seeds reach it
+    costs = {name: costs_of(runs, first, loss) for name, runs in recipes.items() if loss}
+    charts = charts_of(recipes, loss, [logs[0].at(AXIS, step) for step, _ in events])
+    happened = [f"({n}) after step {step:,} {what}" for n, (step, what) in enumerate(events, 1)]
+    samples = [line["text"] for log in logs for line in log.lines["sample"][-1:]]
+    argv = [f"{s['argv']}  # commit {s['commit']}" for log in logs for s in log.lines["run"]]
+    sections = {
+        "Result": table({name: results_of(runs) for name, runs in recipes.items()}, turned=is_one),
+        f"Cost to reach {loss or 0:.3f} bits per byte": table(costs),
+        "Charts": f'<div class="charts">{"".join(charts)}</div>',
+        "Events": escape("; ".join(happened)),
+        "Settings that differ": table(differing(settings), turned=True),
+        "Samples": "".join(f"<pre>{escape(text)}</pre>" for text in samples),
+        "Commands": f"<pre>{escape(chr(10).join(argv))}</pre>",
+    }
+    parts = [f"<section><h2>{name}</h2>{part}</section>" for name, part in sections.items() if part]
+    title = escape(logs[0].folder.resolve().name if is_one else several(len(logs), "run"))
+    return Template(FRAME).substitute(title=title, body="\n".join(parts))
+
+
+def events_of(log: RunLog) -> list[tuple[int, str]]:
+    """List the steps after which a run was resumed, or --pseudo changed its model."""
+    events = [(s["resumed_at"], f"resumed with commit {s['commit']}") for s in log.lines["run"][1:]]
+    for line in log.lines["stage"]:
+        layers = " ".join("." if owner < 0 else str(owner) for owner in line["owners"])
+        events.append((line["step"], f"--pseudo: layers use the weights of {layers}"))
+    return sorted(events)
+
+
+# ---- tables
+
+Rows = dict[str, dict[str, str]]  # {name: {column: cell in HTML}}
+
+
+def table(rows: Rows, turned: bool = False) -> str:
+    """Make an HTML table; if turned, each row becomes a column. "" if there is nothing in it."""
+    if not any(rows.values()):
+        return ""
+    lines = [["", *next(iter(rows.values()))]]
+    lines += [[escape(name), *row.values()] for name, row in rows.items()]
+    if turned:
+        lines = zip(*lines, strict=True)
+    body = "".join(f"<tr><td>{'</td><td>'.join(line)}</td></tr>" for line in lines)
+    look = "turned" if turned else "recipes"
+    return f'<div class="wide" tabindex="0"><table class="{look}">{body}</table></div>'
+
+
+def cell(value: str, detail: str) -> str:
+    return f"{value}<small>{escape(detail)}</small>"
+
+
+def results_of(logs: list[RunLog]) -> dict[str, str]:
+    """Return the main results of a recipe: means over its runs."""
+    settings, ended = logs[0].settings, [log for log in logs if log.final]
+    evals = [(log, log.final or log.on_the_way[-1]) for log in ended or logs if log.lines["eval"]]
+    texts = {log.text_of(line) for log, line in evals}
+    text = "on different texts" if len(texts) > 1 else "".join(texts)
+    loss = with_seeds([line["val_bpb"] for _, line in evals], 3)
+    mean = {name: statistics.mean(log.at(name) for log in logs) for name in logs[0].steps}
+    positions, seconds = mean["positions"] or math.nan, mean["seconds"] or math.nan
+    dropped = max(1 - mean["layer_tokens"] / (settings["model.layers"] * positions), 0.0)
+    state = f"{min(mean[AXIS] / settings['optim.tokens'], 1):.0%} of its budget"
+    state = "finished" if len(ended) == len(logs) else state
+    torn = sum(len(log.lines["torn"]) for log in logs)
+    damaged = f", without {several(torn, 'damaged line')} of the log" if torn else ""
+    at_the_end = "at the end " if ended else ""
+    rate = f"{short(mean['real_tokens'] / seconds)} raw tokens per second"
+    return {
+        "Held-out loss": cell(loss, f"{BITS} {at_the_end}{text}"),
+        "Dropped": cell(f"{dropped:.1%}", "of layer-tokens"),
+        "Padding": cell(f"{1 - mean['real_tokens'] / positions:.1%}", "of positions"),
+        "Progress": cell(state, f"step {mean['step']:,.0f}{damaged}"),
+        "Consumed tokens": cell(short(mean[AXIS]), f"of {short(settings['optim.tokens'])}"),
+        "Raw tokens": cell(short(mean["real_tokens"]), f"{mean['epochs']:.3g} epochs"),
+        "FLOPs": cell(short(mean["flops"], "FLOP"), "of matrix products"),
+        "Time of all steps": cell(duration(mean["seconds"]), rate),
+    }
+
+
+def costs_of(logs: list[RunLog], first: list[RunLog], loss: float) -> dict[str, str]:
+    """Return what a recipe's runs spent to reach a loss, relative to the first recipe's mean."""
+    costs = [cost for log in logs if (cost := cost_to_reach(log, loss))]
+    base = [cost for log in first if (cost := cost_to_reach(log, loss))]
+    was_below = any(log.on_the_way[0]["val_bpb"] < loss for log in logs if log.on_the_way)
+    cells = {"reached": f"{len(costs)} of {len(logs)}"}
+    for unit, name in UNITS.items():
+        mean = statistics.mean(cost[unit] for cost in base) if base else math.nan
+        ratio = with_seeds([cost[unit] / mean for cost in costs if base], 2)
+        words = duration if unit == "seconds" else short
+        spent = words(statistics.mean(cost[unit] for cost in costs)) if costs else "not reached"
+        cells[name] = cell(f"≤ {ratio}" if was_below else ratio, spent)
+    return cells
 
 
 def cost_to_reach(log: RunLog, loss: float) -> dict[str, float] | None:
@@ -160,6 +279,25 @@ def cost_to_reach(log: RunLog, loss: float) -> dict[str, float] | None:
             spent = {u: (log.at(u, before["step"]), log.at(u, now["step"])) for u in UNITS}
             return {u: float(np.interp(-loss, losses, ends)) for u, ends in spent.items()}
     return None
+
+
+def with_seeds(values: list[float], digits: int) -> str:
+    """Show mean, minimum and maximum over seeds: [1.0, 1.2] -> "1.10 (1.00 to 1.20)" """
+    if not values:
+        return "–"
+    ends = f" ({min(values):.{digits}f} to {max(values):.{digits}f})" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{ends}"
+
+
+def differing(settings: dict[str, dict]) -> Rows:
+    """Return for each recipe {flag: value} of the settings that differ between recipes."""
+    flags = {name: setting.flag for name, setting in settings_of(config.Config).items()}
+    names = dict.fromkeys(name for one in settings.values() for name in one)
+    differ = [n for n in names if len({str(one.get(n)) for one in settings.values()}) > 1]
+    return {
+        name: {flags.get(n, n): escape(str(one.get(n))) for n in differ}
+        for name, one in settings.items()
+    }
 
 
 # ---- charts
@@ -182,6 +320,96 @@ class Curve(NamedTuple):
     @property
     def look(self) -> str:
         return f"{self.kind} c{self.color % COLORS} dashed{self.color // COLORS % 3}"
+
+
+def charts_of(recipes: Recipes, loss: float | None, marks: list[float]) -> list[str]:
+    """Draw held-out and training loss, the columns of CHARTS, and difficulties.
+
+    Columns that never change are left out.
+    """
+    runs = [(log, name, n) for n, (name, logs) in enumerate(recipes.items()) for log in logs]
+    logs = [log for log, *_ in runs]
+    drawn = []
+    for unit, x_unit in UNITS.items() if len(runs) > 1 else [(AXIS, UNITS[AXIS])]:
+        curves = held_out_curves(runs, unit)
+        if loss is not None:
+            ends = np.array([0.0, max(curve.x.max(initial=0) for curve in curves)])
+            curves.append(Curve(f"{loss:.3f}", ends, np.full(2, loss), kind="level"))
+        about = f"{BITS}, lower is better; single dot: final evaluation, on more text"
+        drawn.append(figure("Held-out loss", about, curves, x_unit, marks=marks))
+    shown = {"loss": ("Training loss", *unit_of_loss(logs))} | CHARTS
+    for name in logs[0].steps:
+        if name.startswith("difficulty_") and all(name in log.steps for log in logs):
+            shown[name] = (name.replace("_", " ").capitalize(), "at most", 1)
+    for column, (title, unit, scale) in shown.items():
+        values = np.concatenate([scale * log.steps[column] for log in logs])
+        values = values[np.isfinite(values)]
+        if not len(values) or values.min() == values.max():
+            continue
+        curves = curves_of(runs, column, scale)
+        if column == "loss" and unit == BITS and len(runs) == 1:
+            curves += held_out_curves([(logs[0], "held out", 1)], AXIS)
+        highest = np.quantile(values, HIGHEST) if column in MEASURED else math.inf
+        look = {"marks": marks, "from_zero": column != "loss", "highest": highest}
+        drawn.append(figure(title, unit, curves, UNITS[AXIS], **look))
+    return drawn
+
+
+def unit_of_loss(logs: list[RunLog]) -> tuple[str, float]:
+    """Choose the unit of the training loss, and the factor that converts nats to it."""
+    is_gpt = all(log.settings["model.model"] == "gpt" for log in logs)  # a BERT has other targets
+    bytes_per_token = {log.lines["run"][-1].get("bytes_per_token") for log in logs}
+    if is_gpt and len(bytes_per_token) == 1 and None not in bytes_per_token:
+        return BITS, 1 / (math.log(2) * bytes_per_token.pop())
+    return "nats", 1
+
+
+Runs = list[tuple[RunLog, str, int]]  # each with the name and the colour of its recipe
+
+
+def curves_of(runs: Runs, column: str, scale: float) -> list[Curve]:
+    """Plot a column of every run; measured ones are smoothed, to a median of every few steps."""
+    curves = []
+    for log, label, color in runs:
+        y = scale * log.steps[column]
+        x, y = log.steps[AXIS][np.isfinite(y)], y[np.isfinite(y)]
+        if column in MEASURED and len(x) >= PARTS // 2:
+            parts = min(PARTS, len(x) // 5)
+            if len(runs) == 1:
+                curves.append(Curve("each step", *thinned(x, y), kind="faint"))
+                label = f"median of {len(x) // parts} steps"
+            x, y = medians(x, y, parts)
+        curves.append(Curve(label, *thinned(x, y), color))
+    return curves
+
+
+def held_out_curves(runs: Runs, unit: str) -> list[Curve]:
+    """Plot the held-out loss of every run against one of UNITS, with seconds shown as minutes.
+
+    The final evaluation usually covers more text, so it is a separate dot.
+    """
+    curves, scale = [], 1 / 60 if unit == "seconds" else 1
+    for log, label, color in runs:
+        for lines in (log.on_the_way, [log.final] if log.final else []):
+            x = np.array([scale * log.at(unit, line["step"]) for line in lines])
+            y = np.array([line["val_bpb"] for line in lines])
+            curves.append(Curve(label, x, y, color, "dots"))
+    return curves
+
+
+def figure(title: str, unit: str, curves: list[Curve], x_unit: str, **look: object) -> str:
+    """Put a chart under its title and legend; "" if it is empty. `look` is passed to `plot`."""
+    curves = [curve for curve in curves if len(curve.x)]
+    if not curves:
+        return ""
+    looks = {curve.label: curve.look for curve in curves}
+    keys = [f'<span><b class="{look}">━</b> {escape(name)}</span>' for name, look in looks.items()]
+    legend = f"<div>{' '.join(keys)}</div>" if len(keys) > 1 else ""
+    drawn = plot(curves, x_unit, **look)
+    return f"<figure><figcaption><b>{title}</b> {unit}{legend}</figcaption>{drawn}</figure>"
+
+
+# ---- one chart as SVG
 
 
 def plot(
@@ -270,254 +498,7 @@ def medians(x: np.ndarray, y: np.ndarray, parts: int) -> tuple[np.ndarray, np.nd
     return x[middles], np.array([np.median(y[stretch]) for stretch in stretches])
 
 
-# ---- parts of the page
-
-Runs = list[tuple[RunLog, str, int]]  # each with the name and the colour of its recipe
-
-
-def curves_of(runs: Runs, column: str, scale: float) -> list[Curve]:
-    """Plot a column of every run; measured ones are smoothed, to a median of every few steps."""
-    curves = []
-    for log, label, color in runs:
-        y = scale * log.steps[column]
-        x, y = log.steps[AXIS][np.isfinite(y)], y[np.isfinite(y)]
-        if column in MEASURED and len(x) >= PARTS // 2:
-            parts = min(PARTS, len(x) // 5)
-            if len(runs) == 1:
-                curves.append(Curve("each step", *thinned(x, y), kind="faint"))
-                label = f"median of {len(x) // parts} steps"
-            x, y = medians(x, y, parts)
-        curves.append(Curve(label, *thinned(x, y), color))
-    return curves
-
-
-def held_out_curves(runs: Runs, unit: str) -> list[Curve]:
-    """Plot the held-out loss of every run against one of UNITS, with seconds shown as minutes.
-
-    The final evaluation usually covers more text, so it is a separate dot.
-    """
-    curves, scale = [], 1 / 60 if unit == "seconds" else 1
-    for log, label, color in runs:
-        for lines in (log.on_the_way, [log.final] if log.final else []):
-            x = np.array([scale * log.at(unit, line["step"]) for line in lines])
-            y = np.array([line["val_bpb"] for line in lines])
-            curves.append(Curve(label, x, y, color, "dots"))
-    return curves
-
-
-def figure(title: str, unit: str, curves: list[Curve], x_unit: str, **look: object) -> str:
-    """Put a chart under its title and legend; "" if it is empty. `look` is passed to `plot`."""
-    curves = [curve for curve in curves if len(curve.x)]
-    if not curves:
-        return ""
-    looks = {curve.label: curve.look for curve in curves}
-    keys = [f'<span><b class="{look}">━</b> {escape(name)}</span>' for name, look in looks.items()]
-    legend = f"<div>{' '.join(keys)}</div>" if len(keys) > 1 else ""
-    drawn = plot(curves, x_unit, **look)
-    return f"<figure><figcaption><b>{title}</b> {unit}{legend}</figcaption>{drawn}</figure>"
-
-
-def unit_of_loss(logs: list[RunLog]) -> tuple[str, float]:
-    """Choose the unit of the training loss, and the factor that converts nats to it."""
-    is_gpt = all(log.settings["model.model"] == "gpt" for log in logs)  # a BERT has other targets
-    bytes_per_token = {log.lines["run"][-1].get("bytes_per_token") for log in logs}
-    if is_gpt and len(bytes_per_token) == 1 and None not in bytes_per_token:
-        return BITS, 1 / (math.log(2) * bytes_per_token.pop())
-    return "nats", 1
-
-
-def charts_of(runs: Runs, loss: float | None, marks: list[float]) -> list[str]:
-    """Draw held-out and training loss, the columns of CHARTS, and difficulties.
-
-    Columns that never change are left out.
-    """
-    logs = [log for log, *_ in runs]
-    drawn = []
-    for unit, x_unit in UNITS.items() if len(runs) > 1 else [(AXIS, UNITS[AXIS])]:
-        curves = held_out_curves(runs, unit)
-        if loss is not None:
-            ends = np.array([0.0, max(curve.x.max(initial=0) for curve in curves)])
-            curves.append(Curve(f"{loss:.3f}", ends, np.full(2, loss), kind="level"))
-        about = f"{BITS}, lower is better; single dot: final evaluation, on more text"
-        drawn.append(figure("Held-out loss", about, curves, x_unit, marks=marks))
-    shown = {"loss": ("Training loss", *unit_of_loss(logs))} | CHARTS
-    for name in logs[0].steps:
-        if name.startswith("difficulty_") and all(name in log.steps for log in logs):
-            shown[name] = (name.replace("_", " ").capitalize(), "at most", 1)
-    for column, (title, unit, scale) in shown.items():
-        values = np.concatenate([scale * log.steps[column] for log in logs])
-        values = values[np.isfinite(values)]
-        if not len(values) or values.min() == values.max():
-            continue
-        curves = curves_of(runs, column, scale)
-        if column == "loss" and unit == BITS and len(runs) == 1:
-            curves += held_out_curves([(logs[0], "held out", 1)], AXIS)
-        highest = np.quantile(values, HIGHEST) if column in MEASURED else math.inf
-        look = {"marks": marks, "from_zero": column != "loss", "highest": highest}
-        drawn.append(figure(title, unit, curves, UNITS[AXIS], **look))
-    return drawn
-
-
-def with_seeds(values: list[float], digits: int) -> str:
-    """Show mean, minimum and maximum over seeds: [1.0, 1.2] -> "1.10 (1.00 to 1.20)" """
-    if not values:
-        return "–"
-    ends = f" ({min(values):.{digits}f} to {max(values):.{digits}f})" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.{digits}f}{ends}"
-
-
-def cell(value: str, detail: str) -> str:
-    return f"{value}<small>{escape(detail)}</small>"
-
-
-def facts(logs: list[RunLog]) -> dict[str, str]:
-    """Return the main results of a recipe as cells of a table: means over its runs."""
-    settings, ended = logs[0].settings, [log for log in logs if log.final]
-    evals = [(log, log.final or log.on_the_way[-1]) for log in ended or logs if log.lines["eval"]]
-    texts = {log.text_of(line) for log, line in evals}
-    text = "on different texts" if len(texts) > 1 else "".join(texts)
-    loss = with_seeds([line["val_bpb"] for _, line in evals], 3)
-    mean = {name: statistics.mean(log.at(name) for log in logs) for name in logs[0].steps}
-    positions, seconds = (mean[name] or math.nan for name in ("positions", "seconds"))
-    dropped = max(1 - mean["layer_tokens"] / (settings["model.layers"] * positions), 0.0)
-    state = f"{min(mean[AXIS] / settings['optim.tokens'], 1):.0%} of its budget"
-    state = "finished" if len(ended) == len(logs) else state
-    torn = sum(len(log.lines["torn"]) for log in logs)
-    damaged = f", without {several(torn, 'damaged line')} of the log" if torn else ""
-    at_the_end = "at the end " if ended else ""
-    rate = f"{short(mean['real_tokens'] / seconds)} raw tokens per second"
-    return {
-        "Held-out loss": cell(loss, f"bits per byte {at_the_end}{text}"),
-        "Dropped": cell(f"{dropped:.1%}", "of layer-tokens"),
-        "Padding": cell(f"{1 - mean['real_tokens'] / positions:.1%}", "of positions"),
-        "Progress": cell(state, f"step {mean['step']:,.0f}{damaged}"),
-        "Consumed tokens": cell(short(mean[AXIS]), f"of {short(settings['optim.tokens'])}"),
-        "Raw tokens": cell(short(mean["real_tokens"]), f"{mean['epochs']:.3g} epochs"),
-        "FLOPs": cell(short(mean["flops"], "FLOP"), "of matrix products"),
-        "Time of all steps": cell(duration(mean["seconds"]), rate),
-    }
-
-
-def costs(logs: list[RunLog], first: list[RunLog], loss: float) -> dict[str, str]:
-    """Return what a recipe's runs spent to reach a loss, relative to the first recipe's mean."""
-    reached = [cost for log in logs if (cost := cost_to_reach(log, loss))]
-    base = [cost for log in first if (cost := cost_to_reach(log, loss))]
-    cells = {"reached": f"{len(reached)} of {len(logs)}"}
-    for unit, name in UNITS.items():
-        mean = statistics.mean(cost[unit] for cost in base) if base else math.nan
-        spent = [cost[unit] for cost in reached]
-        ratio = with_seeds([value / mean for value in spent if base], 2)
-        words = duration if unit == "seconds" else short
-        if any(log.on_the_way[0]["val_bpb"] < loss for log in logs if log.on_the_way):
-            ratio = f"≤ {ratio}"
-        cells[name] = cell(ratio, words(statistics.mean(spent)) if spent else "not reached")
-    return cells
-
-
-def events_of(log: RunLog) -> list[tuple[int, str]]:
-    """List the steps after which a run was resumed, or --pseudo changed its model."""
-    events = [(s["resumed_at"], f"resumed with commit {s['commit']}") for s in log.lines["run"][1:]]
-    for line in log.lines["stage"]:
-        layers = " ".join("." if owner < 0 else str(owner) for owner in line["owners"])
-        events.append((line["step"], f"--pseudo: layers use the weights of {layers}"))
-    return sorted(events)
-
-
-def differing(settings: dict[str, dict]) -> dict[str, dict[str, str]]:
-    """Return for each recipe {flag: value} of the settings that differ between recipes."""
-    flags = {name: setting.flag for name, setting in settings_of(config.Config).items()}
-    names = dict.fromkeys(name for one in settings.values() for name in one)
-    differ = [n for n in names if len({str(one.get(n)) for one in settings.values()}) > 1]
-    return {
-        name: {flags.get(n, n): escape(str(one.get(n))) for n in differ}
-        for name, one in settings.items()
-    }
-
-
-def table(rows: dict[str, dict[str, str]], turned: bool = False) -> str:
-    """Make an HTML table of rows {name: {column: cell}}; if turned, each row becomes a column."""
-    if not any(rows.values()):
-        return ""
-    lines = [
-        ["", *next(iter(rows.values()))],
-        *([escape(name), *row.values()] for name, row in rows.items()),
-    ]
-    lines, look = (zip(*lines, strict=True), "turned") if turned else (lines, "recipes")
-    body = "".join(f"<tr><td>{'</td><td>'.join(line)}</td></tr>" for line in lines)
-    return f'<div class="wide" tabindex="0"><table class="{look}">{body}</table></div>'
-
-
-# ---- the page
-
-
-def loss_to_reach(first: list[RunLog]) -> float | None:
-    """Return the highest last held-out loss in the first recipe, which all its seeds reach."""
-    if all(log.lines["eval"] for log in first):
-        return max(log.on_the_way[-1]["val_bpb"] for log in first)
-    return None
-
-
-def summary(logs: list[RunLog], loss: float | None = None) -> str:
-    """Describe for a terminal how each recipe ends, and what it spends to reach the first's loss.
-
-    Example: runs/b: 1.538 (bits per byte at the end on ...); 3 of 3 runs reach 1.541 in 0.62
-             (0:02:00) of the time of runs/a
-    """
-    recipes, lines = recipes_of(logs), []
-    name_of_first, first = next(iter(recipes.items()))
-    loss = loss or loss_to_reach(first)
-    for name, runs in recipes.items():
-        line = f"{name}: {facts(runs)['Held-out loss']}"
-        if loss and runs is not first:
-            cost = costs(runs, first, loss)
-            line += f"; {cost['reached']} runs reach {loss:.3f}"
-            if not cost["reached"].startswith("0"):
-                line += f" in {cost[UNITS['seconds']]} of the time of {name_of_first}"
-        lines.append(line)
-    return unescape(re.sub("<small>(.*?)</small>", r" (\1)", "\n".join(lines)))
-
-
-def page(logs: list[RunLog], loss: float | None = None) -> str:
-    """Make the HTML page; `loss` is the one to which the costs of several runs are compared."""
-    recipes = recipes_of(logs)
-    one, first = len(logs) == 1, next(iter(recipes.values()))
-    if not one and loss is None:
-        loss = loss_to_reach(first)
-    results = {name: facts(runs) for name, runs in recipes.items()}
-    compared = {name: costs(runs, first, loss) for name, runs in recipes.items() if loss}
-    settings = {name: runs[0].settings for name, runs in recipes.items()}
-    if one:
-        settings["default"] = flattened(config.build({}))
-    events = events_of(logs[0]) if one else []
-    runs = [(log, name, n) for n, (name, of_it) in enumerate(recipes.items()) for log in of_it]
-    charts = charts_of(runs, loss, [logs[0].at(AXIS, step) for step, _ in events])
-    happened = [f"({n}) after step {step:,} {what}" for n, (step, what) in enumerate(events, 1)]
-    samples = [line["text"] for log in logs for line in log.lines["sample"][-1:]]
-    argv = [f"{s['argv']}  # commit {s['commit']}" for log in logs for s in log.lines["run"]]
-    sections = {
-        "Result": table(results, turned=one),
-        f"Cost to reach {loss or 0:.3f} bits per byte": table(compared),
-        "Charts": f'<div class="charts">{"".join(charts)}</div>',
-        "Events": escape("; ".join(happened)),
-        "Settings that differ": table(differing(settings), turned=True),
-        "Samples": "".join(f"<pre>{escape(text)}</pre>" for text in samples),
-        "Commands": f"<pre>{escape(chr(10).join(argv))}</pre>",
-    }
-    parts = [f"<section><h2>{name}</h2>{part}</section>" for name, part in sections.items() if part]
-    title = escape(logs[0].folder.resolve().name if one else several(len(logs), "run"))
-    return Template(FRAME).substitute(title=title, body="\n".join(parts))
-
-
-def write(*folders: Path, out: Path | None = None, loss: float | None = None) -> Path:
-    """Write a page about these runs to `out` (default: report.html, for one run in its folder).
-
-    Raises: ValueError if there is no log, or the file cannot be written
-    """
-    file = out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
-    text = page([read_run(folder) for folder in folders], loss)
-    with atomic_write(file) as stream:
-        stream.write(text.encode())
-    return file
+# ---- the command
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -528,8 +509,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if len({folder.resolve() for folder in args.runs}) < len(args.runs):
         raise ValueError("a run is named twice: name each run once")
-    page = write(*args.runs, out=args.out, loss=args.loss)
-    print(f"{summary([read_run(folder) for folder in args.runs], args.loss)}\nreport: {page}")
+    print(f"report: {write_page(*args.runs, out=args.out, loss=args.loss)}")
 
 
 if __name__ == "__main__":

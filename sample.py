@@ -35,20 +35,19 @@ from support.store import get_encoding, vocab_size
 from support.weights import real_weights, running_layers
 
 
-def write(
+def continue_text(
     model: Transformer, encoding: tiktoken.Encoding, prompt: str, most: int, **options: object
 ) -> Iterator[str]:
-    """Yield a text that begins with `prompt`, piece by piece; `options` are passed to `generate`.
+    """Yield a document that begins with `prompt`, piece by piece.
 
-    The prompt starts a document.
-
+    Args:   options passed to `generate`
     Raises: ValueError if the tokenizer has tokens that the model does not know
     """
-    end, start = encoding.eot_token, encoding.encode_ordinary(prompt)
-    allowed = vocab_size(encoding, "gpt")
-    if allowed > model.config.vocab_size:
-        size = model.config.vocab_size
-        raise ValueError(f"tokenizer {encoding.name} has {allowed} tokens, the model only {size}")
+    allowed, known = vocab_size(encoding, "gpt"), model.config.vocab_size
+    if allowed > known:
+        raise ValueError(f"tokenizer {encoding.name} has {allowed} tokens, the model only {known}")
+    end = encoding.eot_token
+    start = encoding.encode_ordinary(prompt)
     drawn = generate(model, [end, *start], most, allowed=allowed, stop=end, **options)
     pieces = map(encoding.decode_single_token_bytes, chain(start, drawn))
     # a character is yielded once all its bytes are drawn; U+FFFD replaces what is not UTF-8
@@ -69,15 +68,15 @@ def generate(
 ) -> Iterator[int]:
     """Draw up to `most` tokens after a prompt, one at a time.
 
-    Args:   prompt      at least one token
-            allowed     draw only ids below this; the others pad the vocabulary
-            stop        a token that ends the text, or None
-            temperature divides the logits; 0 always takes the likeliest token
-            top_k       draw among this many likeliest tokens
-            generator   a CPU generator: tokens are drawn on the CPU, wherever the model is
-    Yields: the drawn tokens, without `stop`
+    Args: prompt      at least one token
+          allowed     draw only ids below this; the others pad the vocabulary
+          stop        a token that ends the text and is not yielded, or None
+          temperature divides the logits; 0 always takes the likeliest token
+          top_k       draw among this many likeliest tokens
+          generator   a CPU generator: tokens are drawn on the CPU, wherever the model is
     """
-    tokens, device = list(prompt), model.wte.weight.device
+    tokens = list(prompt)
+    device = model.wte.weight.device
     with evaluating(model):
         for _ in range(most):
             context = torch.tensor([tokens[-model.config.seq_len :]], device=device)  # (1, T)
@@ -102,11 +101,7 @@ def generate(
 def load_run(folder: str, which: str) -> tuple[config.Config, Transformer, dict]:
     """Load the settings of a run, its model with a checkpoint's weights, and the checkpoint.
 
-    With --pseudo, layers that share weights get a copy each, and layers that have not been added
-    yet are left out.
-
-    Args:   which last | best, or the path of a checkpoint
-    Raises: ValueError if the folder holds no checkpoint, or a damaged one
+    Args: which last | best, or the path of a checkpoint
     """
     path = checkpoint.find(folder, which)
     state = checkpoint.load(path)
@@ -135,13 +130,13 @@ def main(argv: list[str] | None = None) -> None:
     here = runtime.start(args.device, args.dtype)
     settings, model, _ = load_run(args.run, args.checkpoint)
     if settings.model.model != "gpt":
-        raise ValueError(f"{args.run} holds a BERT, which writes no text: try evaluate.py instead")
+        raise ValueError(f"{args.run} holds a BERT, which writes no text")
     encoding = get_encoding(settings.data.tokenizer)
     model.to(here.device)
     for number in range(args.samples):
         if number:
             print("-" * 40)
-        text = write(
+        text = continue_text(
             model,
             encoding,
             args.prompt,
@@ -152,8 +147,8 @@ def main(argv: list[str] | None = None) -> None:
         )
         try:
             with torch.inference_mode(), here.autocast():
-                for piece in text:  # may hold anything, because the weights may come from anybody
-                    if sys.stdout.isatty():
+                for piece in text:
+                    if sys.stdout.isatty():  # weights from a stranger could control the terminal
                         piece = process.printable(piece, kept="\n\t")
                     print(piece, end="", flush=True)
         finally:  # also after an interrupt

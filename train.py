@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     with_tokenizer = replace(settings.data, tokenizer=data.encoding.name)
     settings = replace(settings, data=with_tokenizer)
     runtime.check_same({"the text of --data": data.store.meta["sha256"]})
-    size = started.size if started else model_size(settings, data.encoding, runtime.say)
+    size = started.size if started else model_size(settings, data.encoding)
     with Run(settings, runtime, size, data.store.meta, started) as run:
         try:
             with naming_step(lambda: run.clock.step):
@@ -148,7 +148,7 @@ def models_to_come(run: Run, shape: TransformerConfig) -> list[Transformer]:
     if s.pseudo.on:
         progress = run.clock.consumed_tokens / s.optim.schedule_tokens
         for owners in pseudo.owners_to_come(s.pseudo, s.model.layers, progress):
-            models.append(pseudo.share(empty_model(shape), owners))
+            models.append(pseudo.share_weights(empty_model(shape), owners))
     return models
 
 
@@ -223,10 +223,12 @@ def finish(run: Run, data: Data, plan: Plan, trainer: "Trainer", bar: tqdm) -> N
         random = generator(torch.device("cpu"), s.run.seed, "sample")
         # Not compiled: the row grows token by token, and every new length would compile again.
         with runtime.autocast(), torch.compiler.set_stance("force_eager"):
-            text = "".join(sample.write(model, data.encoding, "", SAMPLE_TOKENS, generator=random))
+            text = "".join(
+                sample.continue_text(model, data.encoding, "", SAMPLE_TOKENS, generator=random)
+            )
         run.log.write("sample", step=run.clock.step, text=text)
         runtime.say(f"a sample:\n{textwrap.indent(text, '    ')}")
-    page = runtime.on_rank0(lambda: str(report.write(run.folder)))
+    page = runtime.on_rank0(lambda: str(report.write_page(run.folder)))
     run.log.write("finished", step=run.clock.step)
     runtime.say(f"checkpoint: {run.saved_path}\nlog: {run.folder / 'log.jsonl'}\nreport: {page}")
 
@@ -290,7 +292,7 @@ def assemble(
     if s.pseudo.on:
         owners = pseudo.owners_at(s.pseudo, s.model.layers, 0.0)
         owners = tuple(state["pseudo"]["owners"]) if state else owners
-        pseudo.share(model, owners)
+        pseudo.share_weights(model, owners)
     # 2. Compile before wrapping: a wrapper's hooks inside a block would recompile at every length.
     if is_compiled(s, runtime):
         # Blocks share their compiled code. Beyond this limit, new shapes silently run uncompiled.

@@ -42,8 +42,8 @@ from support.settings import OptimConfig
 class NothingDrawn(TorchFunctionMode):
     """A mode in which `nn.init.normal_` draws nothing.
 
-    On the meta device there is nothing to draw, but torch imports its compiler to find that out,
-    which takes a second.
+    On the meta device there is nothing to draw, but there torch's own `normal_` imports the
+    compiler, which takes a second or two.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> object:
@@ -141,10 +141,11 @@ def peak_flops(runtime: Runtime) -> float | None:
     if runtime.device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(runtime.device)
-    peak = next((peak for known, peak in PEAKS.items() if re.search(known, name)), None)
-    if peak and runtime.dtype == torch.float32:
-        peak /= 2  # TF32, which support/runtime.py switches on
-    return peak and peak * runtime.world_size
+    for known, peak in PEAKS.items():
+        if re.search(known, name):
+            tf32 = runtime.dtype == torch.float32  # support/runtime.py switches it on
+            return peak * runtime.world_size / (2 if tf32 else 1)
+    return None
 
 
 # ---- the micro-batch

@@ -16,7 +16,8 @@ of ranks, or Llama 3's tokenizer.model, which is such a file with a different sp
 that spells a special token is encoded as plain text: prepare.py and data.py insert end-of-text,
 [CLS] and the others by their ids.
 
-This file does not read text: prepare.py does, and makes a store or ranks from it.
+prepare.py reads text, and makes a store or ranks from it with what stands here. In reading order:
+tokenizers, the store, atomic files, ranks and how they are learned.
 
 Paper: Sennrich et al. 2016, arXiv 1508.07909, algorithm 1 (merge the most frequent pair); Radford
 et al. 2019 (GPT-2), section 2.2 (merge bytes, only inside the pieces that a pattern splits off)
@@ -72,18 +73,14 @@ def get_encoding(name: str = "pd4k") -> tiktoken.Encoding:
     A .tiktoken file is used with GPT-2's split pattern, a .model file with Llama 3's. The special
     tokens follow the ranks: end-of-text first (50256 for gpt2, as published; second for Llama 3:
     128001), then [PAD], [CLS], [SEP], [MASK].
-
-    Raises: ValueError for an unknown name, a bad file (naming the line), or if gpt2 is neither
-            cached nor can be downloaded
     """
     if name == "bytes":
         ranks = {bytes([byte]): byte for byte in range(256)}
     elif name == "gpt2":
         try:
             ranks = tiktoken.get_encoding("gpt2")._mergeable_ranks
-        except OSError as error:
-            why = "is not in TIKTOKEN_CACHE_DIR and cannot be downloaded"
-            raise ValueError(f"tokenizer gpt2: {why}") from error
+        except OSError:
+            raise ValueError("tokenizer gpt2: neither in TIKTOKEN_CACHE_DIR nor online") from None
     elif name == "pd4k" or name.endswith((".tiktoken", ".model")):
         ranks = read_ranks(PD4K if name == "pd4k" else Path(name))
     else:
@@ -114,112 +111,14 @@ def fingerprint(encoding: tiktoken.Encoding) -> str:
 
 
 def byte_lengths(encoding: tiktoken.Encoding) -> np.ndarray:
-    """Count the bytes of text that each id stands for, 0 for a special token.
+    """Count the bytes of text that each id stands for, 0 for a special token: (n_vocab,) int64.
 
-    A text's size is the sum over its ids, so bits per byte can be computed without decoding.
-
-    Returns: (n_vocab,) int64
     Example: with any tokenizer, byte_lengths[ids of 'the whale'].sum() is 9
     """
     lengths = np.zeros(encoding.n_vocab, np.int64)
     for token, rank in encoding._mergeable_ranks.items():
         lengths[rank] = len(token)
     return lengths
-
-
-# ---- ranks
-
-
-def read_ranks(path: Path) -> dict[bytes, int]:
-    """Read a .tiktoken file: each line has a token in base64 and its rank, counting from 0."""
-    ranks: dict[bytes, int] = {}
-    for row, line in enumerate(path.read_bytes().splitlines(), 1):
-        try:
-            encoded, rank = line.split()
-            token = base64.b64decode(encoded, validate=True)
-        except ValueError:
-            token = rank = b""
-        if rank != b"%d" % len(ranks) or token in ranks:
-            needs = f"needs a new token in base64 and rank {len(ranks)}"
-            raise ValueError(f"{path}:{row}: {needs}; SentencePiece files are not supported")
-        ranks[token] = len(ranks)
-    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
-        raise ValueError(f"{path}:{len(ranks)}: ends without a rank for byte {missing[0]}")
-    return ranks
-
-
-def write_ranks(path: Path, ranks: dict[bytes, int]) -> None:
-    """Write a .tiktoken file, whole or not at all."""
-    with atomic_write(path) as out:
-        for token, rank in ranks.items():
-            out.write(b"%s %d\n" % (base64.b64encode(token), rank))
-
-
-def learn_ranks(texts: Iterable[str], n_ranks: int) -> dict[bytes, int]:
-    """Learn a byte-pair vocabulary: repeatedly turn the most frequent pair into a token.
-
-    Pairs are counted inside the pieces of the split pattern, so no token crosses a border between
-    pieces. Among equally frequent pairs, the one with the lowest ids is merged first, so the ranks
-    do not depend on the order of the documents.
-
-    Paper:    arXiv 1508.07909, algorithm 1
-    Returns:  {token: rank} in the order of the ranks; the 256 bytes come first
-    Raises:   ValueError if n_ranks is below 256, or if it is not reached before no pair occurs
-              twice
-    Cost:     a merge visits only the distinct pieces that contain its pair, and an outdated count
-              is corrected when it reaches the top of the heap. pd-mix, 4,096 ranks: under 10 s on
-              one core
-    Deviates: a pair whose bytes are already a token (aa+aaa after aaaa+a) gets that token's id
-    Example:  ['aaabdaaabac'] and 259 ranks give aa (4 times), then ab (2 times, like aa+a, but its
-              ids are lower), then aa+ab
-    """
-    if n_ranks < 256:
-        raise ValueError(f"--learn-ranks {n_ranks}: needs at least 256, one for each byte")
-    split = regex.compile(SPLIT)
-    copies: Counter[str] = Counter()
-    for text in texts:
-        copies.update(split.findall(text))
-    # A word is a piece with one character per token, chr(rank). Strings then compare like their
-    # ranks, and str.replace merges like an encoder: from left to right, without overlap.
-    words = {piece: piece.encode().decode("latin-1") for piece in copies}
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    tokens = list(ranks)
-    counts: Counter[str] = Counter()
-    holders = defaultdict(set)  # pair -> pieces that contain it, or used to
-
-    def count_pairs(pieces: Iterable[str], sign: int) -> None:
-        for piece in pieces:
-            for a, b in pairwise(words[piece]):
-                counts[a + b] += sign * copies[piece]
-                holders[a + b].add(piece)
-
-    count_pairs(words, 1)
-    heap = [(-count, pair) for pair, count in counts.items()]
-    heapq.heapify(heap)
-    bar = tqdm(total=n_ranks, initial=256, unit=" ranks", disable=None, leave=False)
-    while len(ranks) < n_ranks:
-        minus_count, pair = heapq.heappop(heap) if heap else (0, "")
-        if minus_count != -counts[pair]:  # outdated: the count has fallen (new highs are pushed)
-            heapq.heappush(heap, (-counts[pair], pair))
-            continue
-        if minus_count > -2:
-            raise ValueError(f"--learn-ranks {n_ranks}: training documents yield only {len(ranks)}")
-        token = tokens[ord(pair[0])] + tokens[ord(pair[1])]
-        if token not in ranks:
-            ranks[token] = len(ranks)
-            tokens.append(token)
-            bar.update()
-        merged = chr(ranks[token])
-        pieces = holders.pop(pair)
-        count_pairs(pieces, -1)
-        for piece in pieces:
-            words[piece] = words[piece].replace(pair, merged)
-        count_pairs(pieces, 1)
-        risen = {a + b for i in pieces for a, b in pairwise(words[i]) if merged in (a, b)}
-        for changed in risen:
-            heapq.heappush(heap, (-counts[changed], changed))
-    bar.close()
-    return ranks
 
 
 # ---- the store
@@ -257,10 +156,9 @@ class StoreWriter:
         """Append the held-out tokens to the others, and write documents.idx and meta.json.
 
         Args:    tokenizer the name that get_encoding loads it by
-                 inputs    the files that the text came from, for the error
+                 inputs    the files that the text came from, for the error if they have none
                  origin    more entries for meta.json
         Returns: the contents of meta.json
-        Raises:  ValueError naming the inputs, if they have no text
         """
         tokens, held_out = self.files
         held_out.seek(0)
@@ -271,16 +169,26 @@ class StoreWriter:
         trained, tested = (np.array(ends, np.int64) for ends in self.ends)
         offsets = np.concatenate(([0], trained, self.tokens[0] + tested))
         offsets.tofile(self.folder / "documents.idx")
-        files = ("tokens.bin", "documents.idx")
-        sha256 = {name: sha256_of(self.folder / name) for name in files}
         if not sum(self.tokens):
             raise ValueError(f"{', '.join(map(str, inputs))}: no document has any text")
-        meta = {"format": FORMAT, "dtype": self.dtype.name, "sha256": sha256, **origin}
-        meta |= {"train_documents": len(trained), "documents": len(trained) + len(tested)}
-        meta |= {"train_tokens": self.tokens[0], "tokens": sum(self.tokens)}
-        meta |= {"train_bytes": self.bytes[0], "bytes": sum(self.bytes)}
-        meta |= {"tokenizer": tokenizer, "tokenizer_fingerprint": fingerprint(self.encoding)}
-        meta |= {"vocab_size": self.encoding.n_vocab, "end_of_text": self.encoding.eot_token}
+        meta = {
+            "format": FORMAT,
+            "dtype": self.dtype.name,
+            "sha256": {
+                name: sha256_of(self.folder / name) for name in ("tokens.bin", "documents.idx")
+            },
+            **origin,
+            "train_documents": len(trained),
+            "documents": len(trained) + len(tested),
+            "train_tokens": self.tokens[0],
+            "tokens": sum(self.tokens),
+            "train_bytes": self.bytes[0],
+            "bytes": sum(self.bytes),
+            "tokenizer": tokenizer,
+            "tokenizer_fingerprint": fingerprint(self.encoding),
+            "vocab_size": self.encoding.n_vocab,
+            "end_of_text": self.encoding.eot_token,
+        }
         (self.folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
         return meta
 
@@ -301,10 +209,7 @@ class Store:
 
     @classmethod
     def open(cls, path: str | Path) -> "Store":
-        """Memory-map the files of a store, after checking that their lengths match meta.json.
-
-        Raises: ValueError for a folder that is not a store, or whose files do not match
-        """
+        """Memory-map the files of a store, after checking that their lengths match meta.json."""
         path = Path(path)
         try:
             meta = json.loads((path / "meta.json").read_text())
@@ -320,16 +225,12 @@ class Store:
                 raise ValueError(f"{file}: must have {size:,} bytes: prepare the store again")
             return np.asarray(np.memmap(file, dtype, "r"))
 
-        store = cls(
-            path=path,
-            meta=meta,
-            tokens=mapped("tokens.bin", meta["tokens"], meta["dtype"]),
-            offsets=mapped("documents.idx", meta["documents"] + 1, "int64"),
-        )
+        tokens = mapped("tokens.bin", meta["tokens"], meta["dtype"])
+        offsets = mapped("documents.idx", meta["documents"] + 1, "int64")
         ends = np.array([0, meta["train_documents"], meta["documents"]])
-        if store.offsets[ends].tolist() != [0, meta["train_tokens"], meta["tokens"]]:
+        if offsets[ends].tolist() != [0, meta["train_tokens"], meta["tokens"]]:
             raise ValueError(f"{path}: documents.idx does not match meta.json: prepare it again")
-        return store
+        return cls(path, meta, tokens, offsets)
 
     @property
     def bytes_per_token(self) -> float:
@@ -339,14 +240,13 @@ class Store:
     def check_tokenizer(self, encoding: tiktoken.Encoding) -> None:
         """Refuse a tokenizer whose content differs from the store's, even if its name does not."""
         if fingerprint(encoding) != self.meta["tokenizer_fingerprint"]:
-            made_with = f"made with tokenizer {self.meta['tokenizer']}, not {encoding.name}"
-            raise ValueError(f"{self.path}: {made_with}: choose that, or prepare the store again")
+            made_with = f"made with tokenizer {self.meta['tokenizer']}"
+            raise ValueError(f"{self.path}: {made_with}, not with the present {encoding.name}")
 
     def check_tokens(self, highest: int) -> None:
         """Refuse a store that holds a token outside its vocabulary."""
         if highest >= self.meta["vocab_size"]:
-            problem = f"token {highest} is not in the vocabulary"
-            raise ValueError(f"{self.path}: {problem}: prepare the store again")
+            raise ValueError(f"{self.path}: token {highest} is not in the vocabulary")
 
 
 def sha256_of(file: Path) -> str:
@@ -413,16 +313,108 @@ def sync(path: Path) -> None:
 def folder_lock(folder: Path, wait: bool = True) -> Iterator[None]:
     """Lock this folder while the block runs; the lock also ends if the process is killed.
 
-    Args:   wait whether to wait for a process that holds the lock; it may have changed the folder
-    Raises: ValueError without `wait`, if another process holds the lock
+    Args: wait False: if another process holds the lock, raise a ValueError instead of waiting
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            held = f"{folder} is in use by another process"
-            raise ValueError(f"{held}: wait until it ends, or stop it") from None
+            in_use = f"{folder} is in use by another process"
+            raise ValueError(f"{in_use}: wait until it ends, or stop it") from None
         yield
     finally:
         os.close(descriptor)
+
+
+# ---- ranks
+
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """Read a .tiktoken file: each line has a token in base64 and its rank, counting from 0."""
+    ranks: dict[bytes, int] = {}
+    for row, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            encoded, rank = line.split()
+            token = base64.b64decode(encoded, validate=True)
+        except ValueError:
+            token = rank = b""
+        if rank != b"%d" % len(ranks) or token in ranks:
+            raise ValueError(f"{path}:{row}: is not a new token in base64 with rank {len(ranks)}")
+        ranks[token] = len(ranks)
+    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+        raise ValueError(f"{path}:{len(ranks)}: ends without a rank for byte {missing[0]}")
+    return ranks
+
+
+def write_ranks(path: Path, ranks: dict[bytes, int]) -> None:
+    """Write a .tiktoken file, whole or not at all."""
+    with atomic_write(path) as out:
+        for token, rank in ranks.items():
+            out.write(b"%s %d\n" % (base64.b64encode(token), rank))
+
+
+def learn_ranks(texts: Iterable[str], n_ranks: int) -> dict[bytes, int]:
+    """Learn a byte-pair vocabulary: repeatedly turn the most frequent pair into a token.
+
+    Pairs are counted inside the pieces of the split pattern, so no token crosses a border between
+    pieces. Among equally frequent pairs, the one with the lowest ids is merged first, so the ranks
+    do not depend on the order of the documents.
+
+    Paper:    arXiv 1508.07909, algorithm 1
+    Returns:  {token: rank} in the order of the ranks; the 256 bytes come first
+    Raises:   ValueError if n_ranks is below 256, or if it is not reached before no pair occurs
+              twice
+    Cost:     a merge visits only the distinct pieces that contain its pair, and an outdated count
+              is corrected when it reaches the top of the heap
+    Deviates: a pair whose bytes are already a token (aa+aaa after aaaa+a) gets that token's id
+    Example:  ['aaabdaaabac'] and 259 ranks give aa (4 times), then ab (2 times, like aa+a, but its
+              ids are lower), then aa+ab
+    """
+    if n_ranks < 256:
+        raise ValueError(f"--learn-ranks {n_ranks}: needs at least 256, one for each byte")
+    split = regex.compile(SPLIT)
+    copies: Counter[str] = Counter()
+    for text in texts:
+        copies.update(split.findall(text))
+    # A word is a piece with one character per token, chr(rank). Strings then compare like their
+    # ranks, and str.replace merges like an encoder: from left to right, without overlap.
+    words = {piece: piece.encode().decode("latin-1") for piece in copies}
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    tokens = list(ranks)
+    counts: Counter[str] = Counter()
+    holders = defaultdict(set)  # pair -> pieces that contain it, or used to
+
+    def count_pairs(pieces: Iterable[str], sign: int) -> None:
+        for piece in pieces:
+            for a, b in pairwise(words[piece]):
+                counts[a + b] += sign * copies[piece]
+                holders[a + b].add(piece)
+
+    count_pairs(words, 1)
+    heap = [(-count, pair) for pair, count in counts.items()]
+    heapq.heapify(heap)
+    bar = tqdm(total=n_ranks, initial=256, unit=" ranks", disable=None, leave=False)
+    while len(ranks) < n_ranks:
+        minus_count, pair = heapq.heappop(heap) if heap else (0, "")
+        if minus_count != -counts[pair]:  # outdated: the count has fallen (new highs are pushed)
+            heapq.heappush(heap, (-counts[pair], pair))
+            continue
+        if minus_count > -2:
+            raise ValueError(f"--learn-ranks {n_ranks}: training documents yield only {len(ranks)}")
+        token = tokens[ord(pair[0])] + tokens[ord(pair[1])]
+        if token not in ranks:
+            ranks[token] = len(ranks)
+            tokens.append(token)
+            bar.update()
+        merged = chr(ranks[token])
+        pieces = holders.pop(pair)
+        count_pairs(pieces, -1)
+        for piece in pieces:
+            words[piece] = words[piece].replace(pair, merged)
+        count_pairs(pieces, 1)
+        risen = {a + b for i in pieces for a, b in pairwise(words[i]) if merged in (a, b)}
+        for changed in risen:
+            heapq.heappush(heap, (-counts[changed], changed))
+    bar.close()
+    return ranks

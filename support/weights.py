@@ -5,8 +5,7 @@ Llama: a state dict saved by torch.save or safetensors, a folder with several su
 index, or nanoGPT's ckpt.pt. All of these but a bare state dict also describe their model, so --init
 needs no other flags. The model then computes the same function as the published one, and an
 exported model computes the same function in any library that reads these layouts
-(tests/test_weights.py). Nothing is downloaded, guessed, cropped or padded: an entry that does not
-fit is an error.
+(tests/test_weights.py). Nothing is downloaded, guessed, cropped or padded.
 
     published (BERT)                                  ours
     encoder.layer.3.attention.self.query.weight       h.3.attn.c_attn.weight, rows 0 to C - 1
@@ -21,11 +20,10 @@ All names are in the tables GPT2_LAYOUT, BERT_LAYOUT and LLAMA_LAYOUT. Besides n
             0 1 2 3 of queries and keys in a head of width 4 become rows 0 2 1 3
     nanoGPT GPT-2's names, our order (out, in), and the exact GELU
 
-The file is long but has one subject: import, export and a run's weights use the same tables of
-names. In reading order: --init, a run's weights, published weights, their names, export,
-safetensors.
+The file is long but has one subject: import and export use the same tables. In reading order:
+--init, a run's weights, published weights and their settings, layouts, export, safetensors.
 
-    python -m support.weights export runs/a --out gpt2.safetensors
+    python -m support.weights export runs/a --out exported
 """
 
 import json
@@ -47,73 +45,61 @@ from support import checkpoint
 from support.clock import seed_of
 from support.process import Parser, exit_cleanly
 from support.run import ModelSize
-from support.settings import (
-    SIZES,
-    Flat,
-    ModelConfig,
-    Settings,
-    as_flags,
-    flattened,
-    usual_lr,
-    with_defaults,
-)
-from support.store import atomic_folder, atomic_write, fingerprint, get_encoding, vocab_size
+from support.settings import SIZES, Flat, ModelConfig, Settings, as_flags, usual_lr, with_defaults
+from support.store import atomic_folder, fingerprint, get_encoding, vocab_size
 
 # ---- --init
 
-
 # The settings that decide which model the weights fit.
-OTHERS = ("dropout", "init")
-MODEL_SETTINGS = [f"model.{item.name}" for item in fields(ModelConfig) if item.name not in OTHERS]
+MODEL_SETTINGS = [
+    f"model.{item.name}" for item in fields(ModelConfig) if item.name not in ("dropout", "init")
+]
+LONGEST_ROW = max(size.seq_len for size in SIZES.values())  # unless --seq-len asks for more
 
 
 def with_settings_of_init(given: Flat) -> Flat:
-    """Add to the given settings those that follow from the run or config.json that --init names.
+    """Add to the given settings those that follow from what --init names.
 
-    For a run, --init becomes the path of its checkpoint, so that it still means the same one if
-    that run continues. For a published model, rows default to its context but at most LONGEST_ROW,
-    and the learning rate to a tenth of that for a new model of its width. A run that itself started
-    from --init passes its learning rate on.
-
-    Raises: ValueError naming the flags that contradict --init
+    From a run: its model, row length and tokenizer; --init becomes the path of its checkpoint, so
+    that it still means the same one if that run continues. From a published model: its dimensions,
+    its context as the row length (at most LONGEST_ROW), and a tenth of a new model's learning rate.
     """
     init = given.get("model.init")
+    if not init:
+        return given
     source = source_of(init)
-    if source:
-        saved = source.settings
-        settings = {name: saved.get(name) for name in MODEL_SETTINGS}
-        if given.get("model.nsp") is False:
-            settings["model.nsp"] = False  # the weights for pairs can be left out
-    else:
-        settings = published_settings(init) if init else {}
-    both = [name for name in MODEL_SETTINGS if name in settings and name in given]
-    wrong = [name for name in both if given[name] != settings[name]]
+    implied = settings_of_run(source, given) if source else published_settings(init)
+    wrong = [n for n in MODEL_SETTINGS if n in implied and given.get(n, implied[n]) != implied[n]]
     if wrong:
-        was, asked = (as_flags({name: of[name] for name in wrong}) for of in (settings, given))
-        raise ValueError(f"--init {init} is a model with {was}, not {asked}: leave that out")
-    if source is None:
-        settings |= given
-        if init:
-            settings.setdefault("optim.lr", usual_lr(settings) / 10)
-        return settings
-    settings["data.seq_len"] = saved["data.seq_len"]
+        actual = as_flags({name: implied[name] for name in wrong})
+        asked = as_flags({name: given[name] for name in wrong})
+        raise ValueError(f"--init {init} is a model with {actual}, not {asked}: leave that out")
+    settings = implied | given
+    if source:
+        settings["model.init"] = str(source.path)
+    else:
+        settings.setdefault("optim.lr", usual_lr(settings) / 10)
+    return settings
+
+
+def settings_of_run(source: "CheckpointInfo", given: Flat) -> Flat:
+    """Return the settings that a new run takes from the run that --init names."""
+    saved = source.settings
+    settings = {name: saved.get(name) for name in (*MODEL_SETTINGS, "data.seq_len")}
+    if given.get("model.nsp") is False:
+        settings["model.nsp"] = False  # the weights for pairs can be left out
     if "model.init" in saved:  # its weights may be published ones, whose size is none of ours
         settings |= {name: saved[name] for name in ("optim.lr", "optim.beta2")}
     if "data.data" not in given:  # a store has its tokenizer
         settings["data.tokenizer"] = saved["data.tokenizer"]
-    return {**settings, **given, "model.init": str(source.path)}
+    return settings
 
 
-def model_size(
-    settings: Settings, encoding: tiktoken.Encoding, say: Callable[[str], None] = lambda line: None
-) -> ModelSize:
+def model_size(settings: Settings, encoding: tiktoken.Encoding) -> ModelSize:
     """Return the part of a new model's size that settings leave open; check it against --init.
 
     A published vocabulary fits a tokenizer if it has a row for each id that the model needs, and no
     more rows than pad that to a multiple of 64. Tokenizers of the same size cannot be told apart.
-
-    Args:   say prints what the settings took from a published model
-    Raises: ValueError if the tokenizer or --seq-len does not fit what --init names
     """
     init, seq_len = settings.model.init, settings.data.seq_len
     needed = vocab_size(encoding, settings.model.model)
@@ -124,20 +110,15 @@ def model_size(
     if source:
         size = source.size
         if source.tokenizer != fingerprint(encoding):
-            name = source.settings["data.tokenizer"]
-            other = f"was trained with tokenizer {name}, but the store has {encoding.name}"
-            raise refusal(source.path, f"{other}: prepare a store with {name}")
+            trained = f"trained with tokenizer {source.settings['data.tokenizer']}"
+            raise ValueError(f"--init {init} was {trained}, but the store has {encoding.name}")
     else:
         entries = read_published(init)
         embedding = next((entries[name] for name in EMBEDDINGS if name in entries), ())
         size = ModelSize(len(embedding), positions_of(entries))
         if not needed <= size.vocab_size <= padded:
             needs = f"--tokenizer {encoding.name} needs {needed:,} (padded: {padded:,})"
-            remedy = "use the tokenizer of these weights (BERT's WordPiece is not supported)"
-            raise refusal(init, f"has a vocabulary of {size.vocab_size:,}, but {needs}: {remedy}")
-        lr, usual = settings.optim.lr, usual_lr(flattened(settings))
-        rows = f"--seq-len {seq_len} (default: its context, at most {LONGEST_ROW})"
-        say(f"--init {init}: {rows}; --lr {lr:g} (default: a tenth of {usual:g} for new weights)")
+            raise ValueError(f"--init {init}: has a vocabulary of {size.vocab_size:,}, but {needs}")
     if size.positions and seq_len > size.positions:
         raise ValueError(f"--seq-len {seq_len}: --init {init} has only {size.positions} positions")
     return size
@@ -173,27 +154,18 @@ class CheckpointInfo(NamedTuple):
     tokenizer: str  # its fingerprint
 
 
-def source_of(init: str | None) -> CheckpointInfo | None:
-    """Describe the run or checkpoint that --init names; None if it names anything else."""
-    if not init or any((Path(init) / name).exists() for name in IN_A_FOLDER):
-        return None
-    return checkpoint_info(init)
-
-
-def checkpoint_info(path: str | Path) -> CheckpointInfo | None:
-    """Describe a checkpoint, or the newest one of a run; return None for any other file.
+def source_of(init: str | Path | None) -> CheckpointInfo | None:
+    """Describe a checkpoint, or the newest one of a run; None for anything else.
 
     Layers that share weights (--pseudo) count separately.
-
-    Raises: ValueError for a folder without a checkpoint
     """
-    path = Path(path)
-    if path.is_dir():
-        path = checkpoint.find(path, "last")
+    if not init or any((Path(init) / name).exists() for name in IN_A_FOLDER):
+        return None
+    path = checkpoint.find(init, "last") if Path(init).is_dir() else Path(init)
     try:
         state = checkpoint.outline(path)
     except Exception:  # torch.load raises half a dozen kinds
-        state = {}
+        return None
     if "clock" not in state:
         return None
     defaults = {f"model.{item.name}": item.default for item in fields(ModelConfig)}
@@ -208,17 +180,14 @@ def checkpoint_info(path: str | Path) -> CheckpointInfo | None:
 def real_weights(state: dict[str, Any]) -> dict[str, Tensor]:
     """Return the weights in a training state, with names for every layer that runs.
 
-    With --pseudo, layers that share weights get the same tensors, and layers that have not been
-    added yet are skipped.
-
-    Example: with owners (0, -1, 0), the state's h.0.* is returned as h.0.* and as h.1.*
+    Example: with --pseudo and owners (0, -1, 0), h.0.* is returned as h.0.* and as h.1.*
     """
     weights = state["model"]
     real = {name: value for name, value in weights.items() if not name.startswith("h.")}
     for layer, owner in enumerate(running_layers(state)):
         for name, value in weights.items():
             if name.startswith(f"h.{owner}."):
-                real[f"h.{layer}.{name.removeprefix(f'h.{owner}.')}"] = value
+                real[name.replace(f"h.{owner}.", f"h.{layer}.", 1)] = value
     return real
 
 
@@ -230,6 +199,10 @@ def running_layers(state: dict[str, Any]) -> list[int]:
 
 
 # ---- published weights
+
+
+FILES = ("model.safetensors", "pytorch_model.bin", "ckpt.pt")
+IN_A_FOLDER = [f"{name}{end}" for name in FILES for end in (".index.json", "")]  # the first counts
 
 
 def load_published(model: Transformer, path: str | Path) -> list[str]:
@@ -244,19 +217,19 @@ def load_published(model: Transformer, path: str | Path) -> list[str]:
     left_out: list[str] = []
     config = model.config
     layout = layout_of(config.kind, config.norm == "rmsnorm")
-    hint = "its config.json, or without one the flags, must describe its model"
     views = published_entries(model.state_dict(), layout, config.qkv_heads, config.head_width)
     views = {PREFIX.sub("", entry): view for entry, view in views.items()}
     for entry, view in views.items():
         actual = tuple(entries[entry].shape) if entry in entries else "absent"
         if actual != view.shape:
-            raise refusal(path, f"{entry} must be {tuple(view.shape)} but is {actual}: {hint}")
+            needed = tuple(view.shape)
+            raise ValueError(f"--init {path}: {entry} must be {needed} but is {actual}")
     for entry in sorted(entries.keys() - views.keys()):
-        twins = [entries[first] for first in TIED.get(entry, ()) if first in views]
+        twins = [name for name in TIED.get(entry, ()) if name in views]
         if PAIRS.fullmatch(entry):
             left_out.append(entry)
-        elif not twins or not torch.equal(entries[entry], twins[0]):
-            raise refusal(path, f"{entry} has no place in this model: {hint}")
+        elif not twins or not torch.equal(entries[entry], entries[twins[0]]):
+            raise ValueError(f"--init {path}: {entry} has no place in this model")
     if POSITIONS in views:
         entries[POSITIONS] = entries[POSITIONS].double() + entries[TOKEN_TYPES][0]
         left_out.append(f"{TOKEN_TYPES}[1]")
@@ -266,77 +239,6 @@ def load_published(model: Transformer, path: str | Path) -> list[str]:
             value = pairs_from_halves(value, config.head_width)
         view.copy_(value)
     return left_out
-
-
-def published_settings(path: str | Path) -> Flat:
-    """Read the settings that published weights imply, from their config.json or nanoGPT's file.
-
-    Returns: {"model.layers": 16, ...}: the settings that decide the model, and as data.seq_len its
-             context, at most LONGEST_ROW; for a bare state dict only data.seq_len, and only if its
-             positions are learned
-    Raises:  ValueError naming --init for a model that we cannot compute
-    """
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    if args := saved_in(path).get("model_args"):
-        like_gpt2 = {"model_type": "gpt2", "activation_function": "gelu"}
-        config = like_gpt2 | {"n_positions": args["block_size"], **args}
-    else:
-        config = saved_in(folder / "config.json") if (folder / "config.json").exists() else {}
-    if not config or "model_size" in config:  # no config.json, or that of a run
-        positions = positions_of(read_published(path))
-        return {"data.seq_len": min(positions, LONGEST_ROW)} if positions else {}
-    kind = config.get("model_type")
-    layout = next((one for one in LAYOUTS if one.model_type == kind), None)
-    if layout is None:
-        raise refusal(path, f"config.json has model_type {kind!a}, not gpt2, bert or llama")
-    config |= config.get("rope_scaling") or config.get("rope_parameters") or {}
-    config = layout.absent | {key: value for key, value in config.items() if value is not None}
-    settings = {ours: config[key] for ours, key in layout.keys.items() if key in config}
-    head_width = settings["width"] // settings["heads"]
-    for key, wanted in [*layout.fixed.items(), ("head_dim", head_width), ("bias", True)]:
-        if config.get(key) not in (None, wanted):
-            raise refusal(path, f"has {key} {config[key]}, but only {wanted} is supported")
-    known = {*HARMLESS.split(), *layout.keys.values(), *layout.fixed}
-    if unknown := ", ".join(sorted(config.keys() - known)):
-        remedy = "remove those that do not change what the model computes"
-        raise refusal(path, f"unknown keys in config.json: {unknown}; {remedy}")
-    kind = config.get("rope_type", config.get("type", "default"))
-    if kind != "default" and (kind != "llama3" or not config.keys() >= {*Scaling.KEYS}):
-        raise refusal(path, f"scales rotary angles as {kind}: only llama3's scaling is supported")
-    scaling = ":".join(f"{config[key]:g}" for key in Scaling.KEYS) if kind == "llama3" else None
-    rows = min(settings.pop("seq_len"), LONGEST_ROW)
-    settings = layout.settings | settings | {"rope_scaling": scaling}
-    return {f"model.{name}": value for name, value in settings.items()} | {"data.seq_len": rows}
-
-
-def positions_of(entries: dict[str, Tensor]) -> int | None:
-    """Return the number of learned positions; None if positions are not learned."""
-    return len(entries.get("wpe.weight", entries.get(POSITIONS, ()))) or None
-
-
-def saved_in(path: str | Path) -> dict[str, Any]:
-    """Load a file, or the published weights in a folder, without running any code from it."""
-    path = Path(path)
-    if path.is_dir():
-        inside = (path / name for name in IN_A_FOLDER)
-        path = next(filter(Path.exists, inside), path)
-    with open(path, "rb") as file:
-        is_safetensors = file.read(9)[8:] == b"{"
-    try:
-        if path.suffix == ".json":
-            saved = json.loads(path.read_text())
-            if files := {*saved.get("weight_map", {}).values()}:
-                saved = {n: x for file in files for n, x in saved_in(path.parent / file).items()}
-        elif is_safetensors:
-            saved = load_file(path)
-        else:
-            saved = torch.load(path, "cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-        if not isinstance(saved, dict):
-            raise ValueError(f"it holds a {type(saved).__name__}")
-    except Exception as error:  # torch.load raises half a dozen kinds
-        why = f"cannot be loaded, {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise refusal(path, f"{why}; name a run or a published state dict") from None
-    return saved
 
 
 def read_published(path: str | Path) -> dict[str, Tensor]:
@@ -349,18 +251,95 @@ def read_published(path: str | Path) -> dict[str, Tensor]:
         if BUFFERS.fullmatch(name):
             continue
         if name in entries or not (isinstance(value, Tensor) and value.is_floating_point()):
-            raise refusal(path, f"{key} occurs twice or is not a floating-point tensor")
+            raise ValueError(f"--init {path}: {key} occurs twice or is not a floating-point tensor")
         to_transpose = is_nanogpt and name.startswith("h.") and value.dim() == 2
         entries[name] = value.T if to_transpose else value
     return entries
 
 
-IN_A_FOLDER = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json")
-IN_A_FOLDER += ("pytorch_model.bin", "ckpt.pt")
+def saved_in(path: str | Path) -> dict[str, Any]:
+    """Load a file, or the published weights in a folder, without running any code from it."""
+    path = Path(path)
+    if path.is_dir():
+        path = next((path / name for name in IN_A_FOLDER if (path / name).exists()), path)
+    with open(path, "rb") as file:
+        is_safetensors = file.read(9)[8:] == b"{"
+    try:
+        if path.suffix == ".json":
+            saved = json.loads(path.read_text())
+            if "weight_map" in saved:  # the index of several files
+                parts = [saved_in(path.parent / name) for name in {*saved["weight_map"].values()}]
+                saved = {name: tensor for part in parts for name, tensor in part.items()}
+        elif is_safetensors:
+            saved = load_file(path)
+        else:
+            saved = torch.load(path, "cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        if not isinstance(saved, dict):
+            raise ValueError(f"it holds a {type(saved).__name__}")
+    except Exception as error:  # torch.load raises half a dozen kinds
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ValueError(f"--init {path}: cannot be loaded, {why}") from None
+    return saved
 
 
-def refusal(path: str | Path, why: str) -> ValueError:
-    return ValueError(f"--init {path}: {why}")
+def positions_of(entries: dict[str, Tensor]) -> int | None:
+    """Return the number of learned positions; None if positions are not learned."""
+    return len(entries.get("wpe.weight", entries.get(POSITIONS, ()))) or None
+
+
+# ---- the settings of published weights
+
+
+def published_settings(path: str | Path) -> Flat:
+    """Read the settings that published weights imply, from their config.json or nanoGPT's file.
+
+    Returns: {"model.layers": 16, ...}: the settings that decide the model, and as data.seq_len its
+             context, at most LONGEST_ROW; for a bare state dict at most data.seq_len
+    Raises:  ValueError naming --init for a model that we cannot compute
+    """
+    config = published_config(path)
+    if not config:
+        positions = positions_of(read_published(path))
+        return {"data.seq_len": min(positions, LONGEST_ROW)} if positions else {}
+    kind = config.get("model_type")
+    layout = next((one for one in LAYOUTS if one.model_type == kind), None)
+    if layout is None:
+        raise ValueError(f"--init {path}: has model_type {kind!a}, not gpt2, bert or llama")
+    if layout is LLAMA_LAYOUT:
+        config = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False} | config  # its defaults
+    given = {ours: config[key] for ours, key in layout.keys.items() if key in config}
+    settings = layout.settings | layout.absent | given
+    head_width = settings["width"] // settings["heads"]
+    for key, supported in {**layout.fixed, "head_dim": head_width, "bias": True}.items():
+        if config.get(key, supported) != supported:
+            wrong = f"{key} {config[key]}, but only {supported}"
+            raise ValueError(f"--init {path}: has {wrong} is supported")
+    known = {*layout.keys.values(), *layout.fixed}
+    unknown = [key for key in sorted(config.keys() - known) if not HARMLESS.fullmatch(key)]
+    if unknown:
+        raise ValueError(f"--init {path}: unknown keys in config.json: {', '.join(unknown)}")
+    kind = config.get("rope_type", config.get("type", "default"))
+    if kind == "llama3" and config.keys() >= {*Scaling.KEYS}:
+        settings["rope_scaling"] = ":".join(f"{config[key]:g}" for key in Scaling.KEYS)
+    elif kind != "default":
+        only = f"only llama3 with {', '.join(Scaling.KEYS)} is supported"
+        raise ValueError(f"--init {path}: scales rotary angles as {kind}, but {only}")
+    rows = min(settings.pop("seq_len"), LONGEST_ROW)
+    return {f"model.{name}": value for name, value in settings.items()} | {"data.seq_len": rows}
+
+
+def published_config(path: str | Path) -> dict[str, Any]:
+    """Read config.json, without keys that are null and with the entries for rotary angles on top.
+
+    Returns: for nanoGPT's file what its config.json would say; {} if there is none
+    """
+    file = (Path(path) if Path(path).is_dir() else Path(path).parent) / "config.json"
+    config = saved_in(file) if file.exists() else {}
+    if args := saved_in(path).get("model_args"):
+        like_gpt2 = {"model_type": "gpt2", "activation_function": "gelu"}
+        config = {**like_gpt2, "n_positions": args["block_size"], **args}
+    config |= config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return {key: value for key, value in config.items() if value is not None}
 
 
 # ---- names in published layouts
@@ -373,46 +352,56 @@ class Layout(NamedTuple):
     architecture: str  # class name in transformers
     settings: Flat  # our settings that a model of this layout must have
     keys: dict[str, str]  # our setting -> its key in config.json
-    absent: Flat  # the published defaults of keys that config.json may lack
+    absent: Flat  # our settings -> the published default if the key is missing
     fixed: Flat  # more keys of config.json, each with the only value that we support
     modules: dict[str, list[str]]  # our module -> the published modules stacked in it
     layers: str  # prefix of names in a layer; ours is "h."
     base: str  # prefix of all names except those of heads
 
 
-SIZE_KEYS = {"layers": "num_hidden_layers", "heads": "num_attention_heads", "width": "hidden_size"}
-SIZE_KEYS |= {"mlp_width": "intermediate_size", "seq_len": "max_position_embeddings"}
-LLAMA_KEYS = {"kv_heads": "num_key_value_heads", "rope_theta": "rope_theta"}
-LLAMA_KEYS |= {"tied": "tie_word_embeddings"}
-LLAMA_FIXED = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "attention_bias": False}
-LLAMA_FIXED |= {"mlp_bias": False, "partial_rotary_factor": 1.0, "rope_interleaved": False}
-GPT2_SIZES = ("n_layer", "n_head", "n_embd", "n_inner", "n_positions")
-GPT2_KEYS = {"activation": "activation_function", "tied": "tie_word_embeddings"}
-GPT2_FIXED = {"layer_norm_epsilon": 1e-5, "scale_attn_weights": True}
-GPT2_FIXED |= {"scale_attn_by_inverse_layer_idx": False}
-BERT_FIXED = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2}
-BERT_FIXED |= {"position_embedding_type": "absolute", "is_decoder": False}
-BERT_FIXED |= {"tie_word_embeddings": True}
 GPT2_MODULES = "wte wpe ln_f lm_head ln_1 ln_2 attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj"
-
 GPT2_LAYOUT = Layout(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
     settings={"model": "gpt", "block": "gpt2", "pos": "learned", "qk_norm": False},
-    keys=GPT2_KEYS | dict(zip(SIZE_KEYS, GPT2_SIZES, strict=True)),
-    absent={"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024},
-    fixed=GPT2_FIXED,
+    keys={
+        "layers": "n_layer",
+        "heads": "n_head",
+        "width": "n_embd",
+        "mlp_width": "n_inner",
+        "seq_len": "n_positions",
+        "activation": "activation_function",
+        "tied": "tie_word_embeddings",
+    },
+    absent={"layers": 12, "heads": 12, "width": 768, "seq_len": 1024},
+    fixed={
+        "layer_norm_epsilon": 1e-5,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+    },
     modules={name: [name] for name in GPT2_MODULES.split()},
     layers="h.",
     base="transformer.",
 )
+BERT_KEYS = {
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "width": "hidden_size",
+    "mlp_width": "intermediate_size",
+    "seq_len": "max_position_embeddings",
+}
 BERT_LAYOUT = Layout(
     model_type="bert",
     architecture="BertForMaskedLM",
     settings=GPT2_LAYOUT.settings | {"model": "bert", "tied": True},
-    keys=SIZE_KEYS,
-    absent=dict(zip(SIZE_KEYS.values(), (12, 12, 768, 3072, 512), strict=True)),
-    fixed=BERT_FIXED,
+    keys=BERT_KEYS,
+    absent={"layers": 12, "heads": 12, "width": 768, "mlp_width": 3072, "seq_len": 512},
+    fixed={
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-12,
+        "position_embedding_type": "absolute",
+        "is_decoder": False,
+    },
     modules={
         "wte": ["embeddings.word_embeddings"],
         "wpe": ["embeddings.position_embeddings"],
@@ -436,10 +425,14 @@ LLAMA_LAYOUT = Layout(
     model_type="llama",
     architecture="LlamaForCausalLM",
     settings={"model": "gpt", "block": "llama", "pos": "rope", "qk_norm": False},
-    keys=SIZE_KEYS | LLAMA_KEYS,
-    absent=dict(zip(SIZE_KEYS.values(), (32, 32, 4096, 11008, 2048), strict=True))
-    | {"rms_norm_eps": 1e-6, "tie_word_embeddings": False},
-    fixed=LLAMA_FIXED,
+    keys=BERT_KEYS
+    | {
+        "kv_heads": "num_key_value_heads",
+        "rope_theta": "rope_theta",
+        "tied": "tie_word_embeddings",
+    },
+    absent={"layers": 32, "heads": 32, "width": 4096, "mlp_width": 11008, "seq_len": 2048},
+    fixed={"hidden_act": "silu", "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
     modules={
         "wte": ["embed_tokens"],
         "ln_f": ["norm"],
@@ -456,30 +449,21 @@ LLAMA_LAYOUT = Layout(
 )
 LAYOUTS = (GPT2_LAYOUT, BERT_LAYOUT, LLAMA_LAYOUT)
 # Keys of config.json, from all versions of transformers and from nanoGPT, that may have any value:
-# they do not change what our model computes (names, training, generation, other heads, memory),
-# they show in the shapes, or `published_settings` checks them itself (rotary angles).
-HARMLESS = """
-_attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled
-_name_or_path _num_labels add_cross_attention architectures attention_dropout
-attention_probs_dropout_prob attn_implementation attn_pdrop bad_words_ids begin_suppress_tokens
-bias block_size bos_token_id chunk_size_feed_forward classifier_dropout
-cross_attention_hidden_size decoder_start_token_id directionality diversity_penalty do_sample
-dropout dtype early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id
-exponential_decay_length_penalty factor finetuning_task forced_bos_token_id forced_eos_token_id
-gradient_checkpointing head_dim hidden_dropout_prob high_freq_factor id2label initializer_range
-is_decoder is_encoder_decoder is_llama_config label2id length_penalty low_freq_factor max_length
-max_sequence_length min_length model_type n_ctx name_or_path no_repeat_ngram_size
-num_beam_groups num_beams num_labels num_return_sequences original_max_position_embeddings
-output_attentions output_hidden_states output_past output_scores pad_token_id pooler_fc_size
-pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type
-predict_special_tokens prefix pretraining_tp problem_type pruned_heads remove_invalid_values
-reorder_and_upcast_attn repetition_penalty resid_pdrop return_dict return_dict_in_generate
-rope_parameters rope_scaling rope_type sep_token_id summary_activation summary_first_dropout
-summary_proj_to_labels summary_type summary_use_proj suppress_tokens task_specific_params
-temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype
-torchscript transformers.js_config transformers_version type typical_p unsloth_fixed
-unsloth_version use_bfloat16 use_cache use_return_dict vocab_size xla_device
-"""
+# they do not change what our model computes (notes, dropout, generation, other heads, memory),
+# they show in the entries of the file, or `published_settings` checks them (rotary angles).
+HARMLESS = re.compile(
+    r"_\w+|architectures|\w*dtype|(model_)?type|name_or_path|transformers\S+|unsloth_\w+|\w+_class"
+    r"|\w+_pdrop|\w*dropout(_prob)?|initializer_range|gradient_\w+|pretraining_tp|chunk_size_\w+"
+    r"|\w+_token_id|(max|min|max_sequence)_length|\w+_penalty|\w*no_repeat_ngram_size|top_[kp]"
+    r"|num_(beams|beam_groups|labels|return_sequences)|do_sample|early_stopping|temperature|prefix"
+    r"|bad_words_ids|\w*suppress_tokens|typical_p|remove_invalid_values|(output|summary|pooler)_\w+"
+    r"|use_(cache|return_dict|bfloat16)|return_dict\w*|torchscript|tf_legacy_loss|xla_device|factor"
+    r"|id2label|label2id|task_specific_params|finetuning_task|problem_type|predict_special_tokens"
+    r"|is_(decoder|encoder_decoder|llama_config)|tie_(encoder_decoder|word_embeddings)|pruned_heads"
+    r"|\w*cross_attention\w*|directionality|attn_implementation|reorder_and_upcast_attn|n_ctx|bias"
+    r"|(vocab|block|type_vocab)_size|head_dim|attention_bias|mlp_bias|rope_(type|scaling|parameters)"
+    r"|(low|high)_freq_factor|original_max_position_embeddings"
+)
 PREFIX = re.compile(r"^((module|_orig_mod)\.)*((transformer|bert|model)\.)?")
 HEADS = ("cls.", "lm_head.")  # entries without the prefix `base`
 # Causal masks, angles and positions, which older versions saved although they are not learned.
@@ -487,7 +471,6 @@ BUFFERS = re.compile(r".*\.attn\.(masked_)?bias|.*rotary_emb\.inv_freq|embedding
 PAIRS = re.compile(r"(pooler|nsp|cls\.seq_relationship)\..+")  # unused without --nsp
 HALVES = ("q_proj.weight", "k_proj.weight")  # Llama's, where rotary positions pair a head's halves
 TOKEN_TYPES = "embeddings.token_type_embeddings.weight"
-LONGEST_ROW = max(size.seq_len for size in SIZES.values())  # unless --seq-len asks for more
 POSITIONS = "embeddings.position_embeddings.weight"
 EMBEDDINGS = ("wte.weight", "embed_tokens.weight", "embeddings.word_embeddings.weight")
 TIED = {  # second name of a tied tensor -> its first name, which depends on the layout
@@ -515,11 +498,6 @@ def published_names(name: str, layout: Layout) -> list[str]:
     return [f"{layer}{published}{leaf}" for published in layout.modules[module]]
 
 
-def is_transposed(name: str, layout: Layout, parameter: Tensor) -> bool:
-    """Whether the file holds the transpose of our matrix: GPT-2 multiplies from the right."""
-    return layout is GPT2_LAYOUT and name.startswith("h.") and parameter.dim() == 2
-
-
 def halves_from_pairs(x: Tensor, D: int) -> Tensor:
     """Reorder rows of queries or keys (H D, ...): the even rows of each head, then the odd ones."""
     return x.unflatten(0, (-1, D // 2, 2)).transpose(1, 2).reshape(x.shape)
@@ -541,8 +519,8 @@ def published_entries(
     entries: dict[str, Tensor] = {}
     for name, value in weights.items():
         names = published_names(name, layout)
-        if is_transposed(name, layout, value):
-            parts = [value.T]
+        if layout is GPT2_LAYOUT and name.startswith("h.") and value.dim() == 2:
+            parts = [value.T]  # GPT-2 multiplies from the right
         elif len(names) == 3:
             parts = value.split([number * D for number in heads])
         else:
@@ -556,22 +534,15 @@ def published_entries(
 # ---- export
 
 
-def export(source: str | Path, out: Path) -> dict[str, object]:
-    """Write the weights of a run or checkpoint in a published layout.
+def export(source: str | Path, out: Path) -> None:
+    """Write the weights of a run or checkpoint in a published layout, into a new folder.
 
-    `out` is a .pt or .safetensors file, or a folder with config.json, from which transformers loads
-    the model. To use it on text, you need the tokenizer of the run's store. Values are copied
-    unchanged, including the rows that pad the embedding.
-
-    Returns: the config.json that transformers needs
-    Raises:  ValueError, before anything is written, if the source cannot be read or has no
-             published layout, or if `out` exists
+    transformers loads the model from it, and --init does. To use it on text, you need the tokenizer
+    of the run's store. Values are copied unchanged, including the rows that pad the embedding.
     """
-    if out.suffix not in ("", ".safetensors", ".pt"):
-        raise ValueError(f"--out {out}: end its name in .pt or .safetensors, or name a folder")
-    if out.exists() or not out.absolute().parent.is_dir():
-        raise ValueError(f"--out {out} exists, or its folder does not: name another")
-    run = checkpoint_info(source)
+    if out.exists():
+        raise ValueError(f"--out {out}: exists already: name a new folder")
+    run = source_of(source)
     if run is None:
         raise ValueError(f"{source} is neither the folder of a run nor a checkpoint")
     s = {name.removeprefix("model."): value for name, value in run.settings.items()}
@@ -579,37 +550,39 @@ def export(source: str | Path, out: Path) -> dict[str, object]:
     needs = layout.settings | ({} if layout is LLAMA_LAYOUT else {"kv_heads": s["heads"]})
     lacks = {f"model.{name}": value for name, value in needs.items() if s[name] != value}
     if lacks:
-        closest = f"{layout.model_type}'s needs {as_flags(lacks)}"
-        raise ValueError(f"{run.path} fits no published layout: {closest}")
-    positions = layout.keys["seq_len"]
-    head = "BertForPreTraining" if s["nsp"] else layout.architecture
-    config = {"model_type": layout.model_type, "architectures": [head], **layout.fixed}
-    config |= {theirs: s[ours] for ours, theirs in layout.keys.items() if ours in s}
-    config["vocab_size"] = run.size.vocab_size
-    config[positions] = run.size.positions or s["data.seq_len"]
-    if scaling := s.get("rope_scaling") and Scaling.parsed(s["rope_scaling"]):
-        config["rope_scaling"] = scaling.as_published()
-        config[positions] = max(config[positions], int(scaling.factor * scaling.original))
-    heads = (s["heads"], s["kv_heads"], s["kv_heads"])
-    weights = real_weights(checkpoint.load(run.path))
+        needed = f"{layout.model_type}'s needs {as_flags(lacks)}"
+        raise ValueError(f"{run.path} fits no published layout: {needed}")
     D = s["width"] // s["heads"]
+    weights = real_weights(checkpoint.load(run.path))
+    heads = (s["heads"], s["kv_heads"], s["kv_heads"])
     entries = published_entries(weights, layout, heads, D)
     for entry, view in entries.items():
-        ordered = halves_from_pairs(view, D) if entry.endswith(HALVES) else view
-        entries[entry] = ordered.contiguous()
-    if not out.suffix:
-        end = get_encoding(s["data.tokenizer"]).eot_token
-        config |= {"bos_token_id": end, "eos_token_id": end}
-        with atomic_folder(out) as folder, (folder / "model.safetensors").open("wb") as file:
-            (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-            save_file(file, entries)
-        return config
-    with atomic_write(out) as file:  # tied tensors are written once: readers tie them by name
-        if out.suffix == ".safetensors":
-            save_file(file, entries)
-        else:
-            torch.save(entries, file)
-    return config
+        if entry.endswith(HALVES):
+            entries[entry] = halves_from_pairs(view, D)
+    with atomic_folder(out) as folder, (folder / "model.safetensors").open("wb") as file:
+        config = exported_config(run, s, layout)
+        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        save_file(file, entries)  # tied tensors are written once: readers tie them by name
+
+
+def exported_config(run: CheckpointInfo, s: Flat, layout: Layout) -> dict[str, object]:
+    """Return the config.json that describes a run's model; `s` are its settings by short names."""
+    end = get_encoding(s["data.tokenizer"]).eot_token
+    positions = run.size.positions or s["data.seq_len"]
+    config = {
+        **layout.fixed,
+        **{key: s[ours] for ours, key in layout.keys.items() if ours in s},
+        "model_type": layout.model_type,
+        "architectures": ["BertForPreTraining" if s["nsp"] else layout.architecture],
+        "vocab_size": run.size.vocab_size,
+        "bos_token_id": end,
+        "eos_token_id": end,
+    }
+    if s.get("rope_scaling"):
+        scaling = Scaling.parsed(s["rope_scaling"])
+        config["rope_scaling"] = scaling.as_published()
+        positions = max(positions, int(scaling.factor * scaling.original))
+    return config | {layout.keys["seq_len"]: positions}
 
 
 # ---- safetensors: named tensors, and no code that could run
@@ -639,10 +612,7 @@ DTYPES = {  # in the order in which the safetensors library writes them, wide on
 
 
 def load_file(path: str | Path) -> dict[str, Tensor]:
-    """Memory-map the tensors of a file: they are read from disk when they are used.
-
-    A truncated file or an unsupported dtype raises an error of Python or torch.
-    """
+    """Memory-map the tensors of a file: they are read from disk when they are used."""
     data = np.memmap(path, np.uint8, "c")  # writing to a tensor changes memory, never the file
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")
     header = json.loads(data[8:start].tobytes())
@@ -680,11 +650,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = Parser(prog="python -m support.weights", description=__doc__.split("\n")[0])
     parser.add_argument("verb", choices=["export"], help="write weights in a published layout")
     parser.add_argument("run", type=Path, help="folder of a run, or a checkpoint")
-    parser.add_argument("--out", type=Path, required=True, help=".pt, .safetensors or new folder")
+    parser.add_argument("--out", type=Path, required=True, help="new folder")
     args = parser.parse_args(argv)
-    config = export(args.run, args.out)
-    if args.out.suffix:
-        print(f"transformers reads it with this config.json beside it: {json.dumps(config)}")
+    export(args.run, args.out)
 
 
 if __name__ == "__main__":

@@ -97,8 +97,8 @@ def run(store_dir, tmp_path, monkeypatch):
 def no_sample_or_report():
     """Make runs end without a sample and a report, which take longer than the steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.sample, "write", lambda *_, **more: "")
-        patch.setattr(train.report, "write", lambda folder, *_, **more: folder)
+        patch.setattr(train.sample, "continue_text", lambda *_, **more: "")
+        patch.setattr(train.report, "write_page", lambda folder, *_, **more: folder)
         yield
 
 

@@ -81,14 +81,12 @@ BAD_INPUTS = [  # sorted by name: name, content, message
     ("l.txt", b"text\n\n" * 5000 + b"\xff", ": is not UTF-8 at byte 30,000"),
     ("m.txt", "é🙂".encode()[:-1], ": is not UTF-8 at byte 2"),
     ("n.png", b"\x89PNG\r\n\x1a\n", ": is not UTF-8 at byte 0"),
-]
-BAD_ALONE = [  # in a folder, such as one of code, these are text
-    ("x.json", b'{\n "content": "a"\n}', ": is neither text nor JSON"),
-    ("x.json", b'[\n {"text": "a"}\n]', ": is neither text nor JSON"),
+    ("x.json", b'{\n "text": "a"\n}', ": is neither text nor JSON"),
+    ("y.json", b'[\n {"text": "a"}\n]', ": is neither text nor JSON"),
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "said"), BAD_INPUTS + BAD_ALONE)
+@pytest.mark.parametrize(("name", "content", "said"), BAD_INPUTS)
 def test_bad_input_is_refused_with_its_file_and_line(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
     assert refusal(read, tmp_path / name).startswith(f"{tmp_path / name}{said}")
@@ -109,16 +107,14 @@ def test_unreadable_files_in_a_folder_are_skipped_and_named(tmp_path, monkeypatc
     assert named[0] in refusal(Corpus, [tmp_path]), "no file is readable"
     (tmp_path / "0.txt").write_text("one")
     (tmp_path / "1.txt").write_text("né🙂 " * 3000)
-    (tmp_path / "package.json").write_text('{\n "name": "x"\n}')
-    (tmp_path / "z.json").write_text('{\n "text": "a document"\n}')
-    texts = ["one", "né🙂 " * 3000, '{\n "name": "x"\n}', "a document"]
+    (tmp_path / "z.json").write_text('{"text": "a document"}')
+    texts = ["one", "né🙂 " * 3000, "a document"]
     assert read(tmp_path) == read(tmp_path, split_on="blank-line") == texts
     capsys.readouterr()
     skipped = Corpus([tmp_path], 0).skipped
     assert all(map(str.startswith, skipped, named)) and len(skipped) == len(named)
     first, *output = capsys.readouterr().err.splitlines()
-    assert first.startswith("skipped 14 files; ") and output == [f"  {why}" for why in skipped[:5]]
-    assert read(tmp_path / "z.json") == ["a document"]
+    assert first.startswith("skipped 16 files; ") and output == [f"  {why}" for why in skipped[:5]]
 
 
 def test_a_folder_may_mix_text_and_json_lines_with_a_text_column(tmp_path, capsys):
@@ -142,7 +138,7 @@ def test_json_lines_are_recognised_by_content(name, compressed, tmp_path):
         assert read(file) == [line["text"] for line in LINES]
         assert read(file, text_column="id")[0] == "0"
         message = refusal(read, file, text_column="n")
-        assert re.search(r"no string under n of text, id, n: .*--text-column", message)
+        assert re.search(r":\d: no string under n of text, id, n$", message)
     for text in ("né\r\n" * 1000, "{ braces } in prose", "[1] a note", "\ufeffa,b\n"):
         file.write_bytes(compressed(text.encode()))
         assert name == "a.jsonl" or read(file) == [text]
@@ -159,7 +155,7 @@ def test_parquet_files_are_read_by_row_group_from_the_text_column(tmp_path):
     assert read(file, text_column="source") == ["a"] * 2500
     for column in ("body", "wide"):
         message = refusal(read, file, text_column=column)
-        assert re.search(f"any name:1: no string under {column} of .*--text-c", message)
+        assert f"any name:1: no string under {column} of " in message
     (tmp_path / "cut.parquet").write_bytes(file.read_bytes()[:-9])
     assert "cut.parquet: cannot be read as parquet" in refusal(read, tmp_path / "cut.parquet")
 
@@ -288,9 +284,7 @@ def test_a_single_text_is_cut_at_the_same_place_for_every_tokenizer(tmp_path, mo
     Path("in", "a.txt").write_text(text)
     store.write_ranks(Path("a.tiktoken"), {bytes([byte]): byte for byte in range(256)})
     prepare.main(["in", "--out", "store", "--tokenizer", "a.tiktoken"])
-    printed = capsys.readouterr().out
-    assert "--learn-ranks" in printed
-    assert re.search(r"^documents +2   each a file\ntokens +[0-9,]+ .*\nheld out +1 ", printed)
+    assert re.match(r"documents +2 .*\ntokens .*\nheld out +1 ", capsys.readouterr().out)
     made = Store.open("store")
     assert made.meta["tokenizer"] == str(tmp_path / "a.tiktoken"), "an absolute path"
     training, held_out = texts_of(made)
@@ -350,11 +344,15 @@ def test_of_a_token_file_the_end_is_held_out(tmp_path, monkeypatch, capsys, dtyp
 
 
 BAD_TOKENS = [
-    (b"odd", FROM, "a.bin: Size of available data is not a multiple"),
-    (gzip.compress(b"\1\0" * 99, mtime=0) + b"\0", FROM, "or unpack or convert it"),
+    (b"odd", FROM, "Size of available data is not a multiple"),
+    (gzip.compress(b"\1\0" * 99, mtime=0) + b"\0", FROM, "unpack or convert it"),
     (NPY.getvalue(), FROM, "a.bin: is not bare uint16"),
-    (BARE.astype(np.int32).tobytes(), FROM, "50% are 0: add --tokens-dtype uint32"),
-    (BARE.astype(np.int64).tobytes(), f"{FROM} --tokens-dtype uint32", "astype('uint32')"),
+    (
+        BARE.astype(np.int32).tobytes(),
+        FROM,
+        "50% are 0: unpack or convert it, or add --tokens-dtype",
+    ),
+    (BARE.astype(np.int64).tobytes(), f"{FROM} --tokens-dtype uint32", "a.bin: is not bare uint32"),
     (b"\0\xff", FROM, "a.bin: has token 65280, but those of --tokenizer bytes end at 256"),
     (b"\1\0", f"{FROM} more.txt", "or --tokens-from"),
     (b"\1\0", f"{FROM} --split-on blank-line", "--split-on has no effect here"),
@@ -431,9 +429,10 @@ def test_stopped_in_the_middle_prepare_leaves_no_store(tmp_path, monkeypatch):
     assert names(tmp_path) == ["killed"]
 
 
-def test_if_the_clone_is_read_only_the_embedded_store_is_in_the_users_cache(tmp_path, monkeypatch):
-    (tmp_path / "corpus").mkdir()
-    (tmp_path / "corpus" / "pd-mix.jsonl.gz").write_bytes(TINY.read_bytes())
+def test_the_embedded_store_follows_the_corpus_and_a_read_only_clone(tmp_path, monkeypatch):
+    corpus = tmp_path / "corpus" / "pd-mix.jsonl.gz"
+    corpus.parent.mkdir()
+    corpus.write_bytes(TINY.read_bytes())
     monkeypatch.setattr(prepare.process, "ROOT", tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     with monkeypatch.context() as patch:
@@ -441,7 +440,12 @@ def test_if_the_clone_is_read_only_the_embedded_store_is_in_the_users_cache(tmp_
         made = prepare.embedded_store("bytes")
         assert prepare.embedded_store("bytes") == made
         assert made.parent == tmp_path / "home/parsimony"
-    assert prepare.embedded_store("bytes").parent == tmp_path / ".cache"
+    here = prepare.embedded_store("bytes")
+    assert here.parent == tmp_path / ".cache"
+    corpus.write_bytes(gzip.compress(b'{"text": "another corpus"}'))
+    other = prepare.embedded_store("bytes")
+    assert other.parent == here.parent and other != here
+    assert "".join(texts_of(Store.open(other))) == "another corpus"
 
 
 @pytest.mark.slow

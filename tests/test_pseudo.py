@@ -68,7 +68,7 @@ def test_units_double_at_every_fraction_of_pseudo_until():
 REFUSED = {
     "--pseudo-group 3": "--pseudo-group 3 .*: choose 1, 2, 4, 8$",
     "--pseudo-layers 9": "--pseudo-layers 9",
-    "--pseudo-group 4 --pseudo-until 0.1,0.2": "--pseudo-until .*: choose 1, 2",
+    "--pseudo-group 4 --pseudo-until 0.1,0.2": "--pseudo-until .*: choose 1, 2$",
     "--pseudo-until 0.5,0.2": "--pseudo-until",
 }
 
@@ -84,7 +84,7 @@ def test_impossible_stages_are_refused():
 def model_of(owners, seed=0):
     torch.manual_seed(seed)
     model = Transformer(TransformerConfig(len(owners), 2, 16, 32, 8, 40))
-    pseudo.share(model, owners)
+    pseudo.share_weights(model, owners)
     return model
 
 
@@ -212,7 +212,7 @@ def folder_of(no_sample_or_report, finished):
 
 def test_off_is_absent(folder_of, monkeypatch):
     plain = metrics(read_log(folder_of()))
-    for name in ("stage", "owners_at", "share", "hand_over", "parse_until", "average"):
+    for name in ("stage", "owners_at", "share_weights", "hand_over", "parse_until", "average"):
         monkeypatch.setattr(pseudo, name, None)  # a call would fail
     assert metrics(read_log(folder_of("--seed 1337"))) == plain
     monkeypatch.undo()

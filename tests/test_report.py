@@ -61,7 +61,7 @@ def log(make) -> RunLog:
 
 def html_of(*folders: Path, **more) -> str:
     out = folders[0] / "page.html"
-    return report.write(*folders, out=out, **more).read_text(encoding="utf-8")
+    return report.write_page(*folders, out=out, **more).read_text(encoding="utf-8")
 
 
 def seen(text: str) -> str:
@@ -89,7 +89,7 @@ def test_the_dropped_share_is_of_all_positions_including_padding(log):
     padded = {"padding_share": 0.5}  # 400 positions in 3 layers, of which 600 layer-tokens ran
     half = read_run(save_log(log.folder, [line | padded for line in lines_of_a_run()]))
     assert half.steps["dropped_share"].tolist() == [0.5] * 4
-    cells = report.facts([half])
+    cells = report.results_of([half])
     assert cells["Dropped"].startswith("50.0%") and cells["Padding"].startswith("50.0%")
 
 
@@ -163,7 +163,7 @@ def test_a_truncated_line_is_skipped_and_counted_and_missing_fields_are_nan(make
     lines[1]["mfu"] = None
     del lines[2]["mfu"]
     damaged = read_run(save_log(make("b"), [*lines, '{"event": "tra']))
-    assert "without 1 damaged line" in report.facts([damaged])["Progress"]
+    assert "without 1 damaged line" in report.results_of([damaged])["Progress"]
     assert np.isnan(damaged.steps["mfu"]).tolist() == [True, True, False, False]
     assert np.isnan(damaged.steps["pool"]).all()
     for name in log.steps.keys() - {"mfu"}:
@@ -213,17 +213,18 @@ def test_training_loss_is_in_bits_per_byte_if_the_log_allows_it(make):
     assert "90 masked tokens of the held-out text of web" in seen(text)
 
 
-def test_the_last_evaluation_is_a_dot_and_the_command_prints_the_comparison(make, capsys):
+def test_the_last_evaluation_is_a_dot_and_the_command_compares_costs(make, capsys):
     """Run b reaches equal losses in half of a's steps, which take equally long."""
-    a, b = (
-        make("a", losses=(3.0, 2.5, 2.0, 1.5)),
-        make("b", losses=(2.5, 1.5), steps=2, flags="--ltd"),
-    )
+    a = make("a", losses=(3.0, 2.5, 2.0, 1.5))
+    b = make("b", losses=(2.5, 1.5), steps=2, flags="--ltd")
     assert ": from 1.51 to 1.51" in html_of(a)
-    report.main([str(a), str(b), "--out", str(a / "both.html")])
-    one, two, _ = capsys.readouterr().out.splitlines()
-    assert one.startswith(f"{a}: 1.510 (bits per byte at the end on 90 tokens of")
-    assert two.endswith(f"; 1 of 1 runs reach 1.500 in 0.50 (0.2 s) of the time of {a}")
+    both = a / "both.html"
+    report.main([str(a), str(b), "--out", str(both)])
+    assert capsys.readouterr().out == f"report: {both}\n"
+    text = seen(both.read_text(encoding="utf-8"))
+    assert "1.510 bits per byte at the end on 90 tokens of" in text
+    costs = text[text.index("Cost to reach 1.500") :]
+    assert re.search(r"/b 1 of 1 0\.50 200 0\.50 400 0\.50 2\.00 B 0\.50 0\.2 s", costs)
 
 
 def test_a_report_of_a_real_run_is_complete(log_of, tmp_path, capsys):
@@ -231,8 +232,7 @@ def test_a_report_of_a_real_run_is_complete(log_of, tmp_path, capsys):
     logs = {"b": log_of(), "a": log_of(ALL_ON)}
     folders = [str(save_log(tmp_path / name, lines)) for name, lines in logs.items()]
     report.main(folders[1:])
-    output = capsys.readouterr().out
-    assert output.endswith(f"report: {folders[1]}/report.html\n") and f"{folders[1]}: " in output
+    assert capsys.readouterr().out.endswith(f"report: {folders[1]}/report.html\n")
     text = seen(Path(folders[1], "report.html").read_text())
     (end,) = (line for line in log_of(ALL_ON) if line.get("last"))
     assert f"{end['val_bpb']:.3f} bits per byte at the end on {end['targets']:,} tokens" in text

@@ -397,7 +397,7 @@ def check_text_and_evaluation(runtime: Runtime, store: str) -> None:
     texts = []
     for model, number in ((ours, runtime.rank), (alone, 0)):
         random = torch.Generator().manual_seed(number)
-        texts.append("".join(sample.write(model, encoding, "a", 6, generator=random)))
+        texts.append("".join(sample.continue_text(model, encoding, "a", 6, generator=random)))
     assert texts[0] == texts[1]
     data = Data(encoding, Store.open(store), byte_lengths(encoding))
     evaluation = Evaluation(data, GptTask(), 32, tokens=300)

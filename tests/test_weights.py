@@ -236,33 +236,31 @@ def own_checkpoint(folder, model: Transformer) -> None:
     if c.kind == "bert":
         state["config"]["model.nsp"] = c.nsp
     state["model_size"] = {"vocab_size": c.vocab_size, "positions": c.seq_len}
+    state["config"]["data.tokenizer"] = "bytes"
     state |= {"clock": {}, "best_step": 0}
     checkpoint.save(folder / "step-00000003.pt", state)
 
 
-def export(model: Transformer, tmp_path, capsys, name: str) -> tuple[Path, dict]:
-    """Export a run with this model; return the file, and the config.json that is printed."""
+def export(model: Transformer, tmp_path, name: str = "out") -> tuple[Path, dict]:
+    """Export a run with this model; return the folder, and its config.json."""
     own_checkpoint(tmp_path / "run", model)
-    weights.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / name)])
-    output = capsys.readouterr().out.splitlines()[-1]
-    return tmp_path / name, json.loads(output.partition("beside it: ")[2])
+    out = tmp_path / name
+    weights.main(["export", str(tmp_path / "run"), "--out", str(out)])
+    return out, json.loads((out / "config.json").read_text())
 
 
-EXPORTED = [
-    ("gpt", {"mlp_width": 24}, ".pt"),
-    ("gpt", {"tied": False}, ".pt"),
-    ("bert", {"nsp": True}, ".safetensors"),
-]
+EXPORTED = [("gpt", {"mlp_width": 24}), ("gpt", {"tied": False}), ("bert", {"nsp": True})]
 
 
-@pytest.mark.parametrize("kind, changes, suffix", EXPORTED)
-def test_exported_weights_load_unchanged(tmp_path, capsys, kind, changes, suffix):
+@pytest.mark.parametrize("kind, changes", EXPORTED)
+def test_exported_weights_load_unchanged(tmp_path, kind, changes):
     """Bit for bit, under the published names."""
     model, result = widen(build(kind, **changes)).eval(), build(kind, **changes)
-    path, config = export(model, tmp_path, capsys, f"weights{suffix}")
+    path, config = export(model, tmp_path)
     load_published(result, path)
     assert_same(result.state_dict(), model.state_dict())
     assert config["vocab_size"] == VOCAB and SEQ_LEN in config.values()
+    assert names(path) == ["config.json", "model.safetensors"]
 
 
 def test_an_impossible_export_is_one_line_and_writes_no_file(tmp_path):
@@ -270,9 +268,8 @@ def test_an_impossible_export_is_one_line_and_writes_no_file(tmp_path):
     own_checkpoint(tmp_path / "normed", build("gpt", qk_norm=True))
     before = names(tmp_path)
     for source, to, problem in (
-        ("run", "out.bin", "out.bin: end its name in .pt"),
-        ("run", "normed", "normed exists"),
-        ("normed", "out.pt", "fits no published layout: gpt2's needs --no-qk-norm"),
+        ("run", "normed", "normed: exists"),
+        ("normed", "out", "fits no published layout: gpt2's needs --no-qk-norm"),
     ):
         argv = ["export", str(tmp_path / source), "--out", str(tmp_path / to)]
         assert problem in refusal(weights.main, argv)
@@ -283,19 +280,14 @@ def test_an_impossible_export_is_one_line_and_writes_no_file(tmp_path):
 
 
 @pytest.mark.parametrize("kind, more", [("gpt", {}), ("bert", {}), ("bert", {"nsp": True})])
-def test_transformers_computes_the_same_and_its_weights_load(tmp_path, capsys, kind, more):
-    """It loads both kinds of exported files, and we load the state dict of its model."""
+def test_transformers_computes_the_same_and_its_weights_load(tmp_path, kind, more):
+    """It loads what we export, and we load the state dict of its model."""
     transformers = pytest.importorskip("transformers")
     model, again = widen(build(kind, **more)), build(kind, **more)
-    _, config = export(model, tmp_path, capsys, "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    folder, config = export(model, tmp_path)
     theirs = getattr(transformers, config["architectures"][0])
-    read, notes = theirs.from_pretrained(tmp_path, output_loading_info=True)
+    read, notes = theirs.from_pretrained(folder, output_loading_info=True)
     assert not notes["missing_keys"] and not notes["unexpected_keys"], notes
-    path, _ = export(model, tmp_path, capsys, "weights.pt")
-    missing, strangers = read.load_state_dict(torch.load(path), strict=False)
-    tied = ("pooler", "lm_head.weight", "cls.predictions.decoder")
-    assert not strangers and all(name.removeprefix("bert.").startswith(tied) for name in missing)
     tokens = torch.randint(VOCAB, (3, SEQ_LEN))
     real = torch.arange(SEQ_LEN) < torch.tensor([[12], [7], [1]])
     with torch.no_grad():
@@ -306,7 +298,7 @@ def test_transformers_computes_the_same_and_its_weights_load(tmp_path, capsys, k
             follows = model.follows(x.flatten(0, 1), SEQ_LEN * torch.arange(3))
             assert_close(follows, output.seq_relationship_logits, torch.float32)
     assert_close(logits[real], (output.prediction_logits if more else output.logits)[real], x.dtype)
-    path = save(read.state_dict(), tmp_path)
+    path = save(read.state_dict(), folder)
     assert torch.load(path).keys() & {"lm_head.weight", TWIN}, "has copies of tied weights"
     load_published(again, path)
     assert weights.published_settings(path)["model.mlp_width"] == 4 * C
@@ -432,7 +424,7 @@ UNSUPPORTED = [
     (LLAMA | {"rope_parameters": {"type": "llama3"}}, "only llama3's scaling"),
     (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "has partial_rotary_factor"),
     (GPT2 | {"scale_attn_weights": False}, "has scale_attn_weights False, but only True"),
-    (GPT2 | {"moe": 1, "alibi": 1}, "unknown keys in config.json: alibi, moe; "),
+    (GPT2 | {"moe": 1, "alibi": 1}, "unknown keys in config.json: alibi, moe"),
     (GPT2 | {"activation_function": "relu"}, r"activation must be gelu_new or gelu, got relu"),
     (LLAMA | {"rope_scaling": {"type": "yarn"}} | OTHER_ROPE, "scales rotary angles as yarn"),
     (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx True, but only F"),
@@ -633,8 +625,7 @@ def test_init_is_read_until_there_is_a_checkpoint(begin, store_dir, tmp_path, ca
     flags = "--pos learned --tied --layers 4 --heads 2 --width 32 --seq-len 32 --ltd --ltd-start 8"
     assert_same(begin(source, flags, out="new"), model.state_dict())
     output = capsys.readouterr().out
-    assert "--seq-len 32 (default: its context" in output and f"gpt from {source}: " in output
-    assert "--lr 0.002 (default: a tenth of 0.02" in output
+    assert f"gpt from {source}: " in output
     shutil.copytree(tmp_path / "new", tmp_path / "late")
     assert train.main(["--resume", "--out", "new"]) == 0, "starts over"
     whole = metrics(read_log(tmp_path / "new"))
