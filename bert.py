@@ -41,9 +41,9 @@ from data import (
     as_pieces,
     as_rows,
     equal_documents,
+    indices_in_batch,
     loss_divisor,
     numbered,
-    scatter,
 )
 from kernels.cross_entropy import IGNORE, linear_cross_entropy, token_losses
 from mixture import AnyStore
@@ -119,7 +119,7 @@ class BertTask:
         B, T, are_pairs = len(rows), seq_len, rows.pieces.dtype == PAIR
         start = rows.pieces["start"]
         lengths = rows.lengths + ADDED_TOKENS["pairs" if are_pairs else "bert"]
-        piece, position, at = scatter(rows, lengths, T)
+        piece, position, at = indices_in_batch(rows, lengths, T)
         is_cls, is_sep = position == 0, position == lengths[piece] - 1
         place = start[piece] + position - 1  # in the store
         if are_pairs:

@@ -343,7 +343,7 @@ def collate(store: AnyStore, rows: Rows, seq_len: int) -> Batch:
     """
     B, T = len(rows), seq_len
     start, end_of_text = rows.pieces["start"], store.meta["end_of_text"]
-    piece, position, at = scatter(rows, rows.lengths, T)
+    piece, position, at = indices_in_batch(rows, rows.lengths, T)
     place = start[piece] + position  # in the store
     text = store.tokens.take(place, mode="clip")
     before = store.tokens.take(place - 1, mode="clip")
@@ -359,7 +359,7 @@ def collate(store: AnyStore, rows: Rows, seq_len: int) -> Batch:
     return Batch(*as_rows(B, tokens, targets, positions, doc_ids), is_plain=is_plain)
 
 
-def scatter(
+def indices_in_batch(
     rows: Rows, lengths: np.ndarray, seq_len: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Find where the m tokens of all pieces go in a batch.

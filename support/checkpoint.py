@@ -43,7 +43,7 @@ def save(path: Path, state: dict, runtime: Runtime = ALONE, *, keep: int = 2) ->
     runtime.on_all_ranks(lambda: check_finite(state["model"]))
     whole = map_tensors(state, lambda tensor: gather_to_rank0(tensor, runtime))
     try:
-        runtime.on_rank0(lambda: write(path, whole, keep))
+        runtime.on_rank0(lambda: write_file(path, whole, keep))
     except ValueError as error:
         raise ValueError(f"{path}: not written, older checkpoints are intact: {error}") from None
 
@@ -70,7 +70,7 @@ def map_tensors(state: dict, change: Callable[[Tensor], Tensor]) -> dict:
     return changed
 
 
-def write(path: Path, state: dict, keep: int) -> None:
+def write_file(path: Path, state: dict, keep: int) -> None:
     folder = path.parent
     folder.mkdir(parents=True, exist_ok=True)
     for unfinished in folder.glob(".step-*.tmp"):  # left by a run that was killed

@@ -112,15 +112,15 @@ class Optimizers:
         heights = heights_of(names[0], self.named)
         directions = look_ahead(matrices, momenta)
         if is_dtensor(matrices[0]):
-            directions = gather(directions, matrices)
+            directions = whole_matrices(directions, matrices)
         # The same name again, so that the list is freed before the iteration takes its memory.
-        directions = stack(directions, self.device)  # (n, rows, columns)
+        directions = stacked(directions, self.device)  # (n, rows, columns)
         update = orthogonalised_by_ranks(directions.to(self.device, non_blocking=True), heights)
         weights = [local_rows(matrix) for matrix in matrices]
         torch._foreach_mul_(weights, 1 - lr * self.weight_decay)  # a GPU may still orthogonalise
         update = directions.copy_(update) if directions.is_pinned() else update.to(weights[0])
         if is_dtensor(matrices[0]):
-            update = scatter(update, len(weights[0]))
+            update = slice_of_rank(update, len(weights[0]))
         # If the heights differ, none exceeds the number of columns: one rate serves them all.
         rate = lr * 0.2 * math.sqrt(max(heights[0], matrices[0].shape[1]))
         torch._foreach_add_(weights, update.unbind(), alpha=-rate)
@@ -290,14 +290,14 @@ def look_ahead(matrices: list[Tensor], momenta: list[Tensor]) -> list[Tensor]:
     return list(torch._foreach_lerp(gradients, momenta, MOMENTUM))
 
 
-def gather(rows: list[Tensor], matrices: list[Tensor]) -> list[Tensor]:
+def whole_matrices(rows: list[Tensor], matrices: list[Tensor]) -> list[Tensor]:
     """Return whole matrices, given this rank's rows, which are sharded as `matrices` are."""
     dtype = torch.bfloat16 if rows[0].is_cuda else torch.float32
     pairs = zip(rows, matrices, strict=True)
     return [as_dtensor(part.to(dtype), like=matrix).full_tensor() for part, matrix in pairs]
 
 
-def stack(matrices: list[Tensor], device: torch.device) -> Tensor:
+def stacked(matrices: list[Tensor], device: torch.device) -> Tensor:
     """Stack matrices to (n, rows, columns), in page-locked memory if a GPU will copy them."""
     first = matrices[0]
     if device.type != "cuda" or first.is_cuda:
@@ -330,7 +330,7 @@ def orthogonalised_each(matrices: Tensor, heights: tuple[int, ...]) -> Tensor:
     return torch.cat([orthogonalised(part) for part in matrices.split(heights, dim=1)], dim=1)
 
 
-def scatter(matrices: Tensor, rows: int) -> Tensor:
+def slice_of_rank(matrices: Tensor, rows: int) -> Tensor:
     """Return this rank's rows of matrices (n, rows, columns) that every rank has."""
     first = dist.get_rank() * -(-matrices.shape[1] // dist.get_world_size())
     return matrices[:, first : first + rows]

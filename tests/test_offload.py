@@ -624,7 +624,7 @@ def test_a_stage_of_pseudo_has_its_placement_and_a_budget_too_small_for_one_is_r
     settings = config.build(config.parse(f"{SMALL} {flags} 1GB".split()))
     shape = config.transformer_config(settings, vocab_size=320)
     for owners in pseudo.owners_to_come(settings.pseudo, 8, 0.0)[::2]:
-        parts = offload.parts_of(pseudo.share(empty_model(shape), owners), False, FP32)
+        parts = offload.parts_of(pseudo.share_weights(empty_model(shape), owners), False, FP32)
         place(parts, least - 1)  # raises if it does not fit
     for more in ("--dry-run", ""):
         message = refusal(run, f"{flags} {least - 1} {more}")

@@ -201,7 +201,7 @@ SHARED = f"--pseudo --pseudo-group 2 {ALL_ON} --checkpoint-activations --dropout
 PARTING = f"{SHARED} --pseudo-until 0.5 {SAVED}"
 GROWING = f"--pseudo --pseudo-layers 2 --pseudo-until 0.5 --ltd --ltd-start 16 {SAVED}"
 DOUBLING = f"--pseudo --pseudo-group 1 --pseudo-until 0.3,0.6 {SAVED}"
-write_sample = sample.write
+write_sample = sample.continue_text
 
 
 @pytest.fixture

@@ -222,7 +222,7 @@ def gpt(vocab_size: int = V, seq_len: int = T) -> Transformer:
 def gpt_with_shared_block() -> Transformer:
     """Return a model in which layers 1 to 3 share weights and the last layer is absent."""
     model = random_model(TransformerConfig(5, 2, 16, 64, T, V, "learned"))
-    return pseudo.share(model, (0, 1, 1, 1, pseudo.ABSENT))
+    return pseudo.share_weights(model, (0, 1, 1, 1, pseudo.ABSENT))
 
 
 def llama() -> Transformer:

@@ -101,5 +101,5 @@ def test_a_bert_and_a_negative_temperature_are_refused(run_of):
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused():
-    message = refusal(sample.write, model(), get_encoding(), "", 9)
+    message = refusal(sample.continue_text, model(), get_encoding(), "", 9)
     assert "tokenizer pd4k has 4097 tokens, the model only 320" in message

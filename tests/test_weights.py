@@ -421,7 +421,7 @@ UNSUPPORTED = [
     (LLAMA | {"model_type": "mamba"}, "has model_type 'mamba', not gpt2, bert or llama"),
     (LLAMA | {"rms_norm_eps": None}, "has rms_norm_eps 1e-06, but only 1e-05 is supported"),
     (LLAMA | {"head_dim": 16}, "has head_dim 16, but only 8 is supported"),
-    (LLAMA | {"rope_parameters": {"type": "llama3"}}, "only llama3's scaling"),
+    (LLAMA | {"rope_parameters": {"type": "llama3"}}, "but only llama3 with"),
     (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "has partial_rotary_factor"),
     (GPT2 | {"scale_attn_weights": False}, "has scale_attn_weights False, but only True"),
     (GPT2 | {"moe": 1, "alibi": 1}, "unknown keys in config.json: alibi, moe"),
