@@ -1,10 +1,8 @@
 """All settings of a run: groups of flags, defaults that depend on other flags, and refusals.
 
-Settings are defined beside the code that uses them: a technique's in its module, the model's in
-support/sizes.py, the optimizer's in support/optim.py, the run's and the data's in
-support/settings.py, which also turns settings into flags. `Config` combines the groups. There are
-no config files and no environment variables: a recipe is a command line. `--layers 4 --ltd`, step
-by step:
+A technique's settings are defined in its module, those that every run has in support/settings.py,
+which also turns settings into flags. `Config` combines the groups. There are no files of settings
+to write and no environment variables: a recipe is a command line. `--layers 4 --ltd`, step by step:
 
     parse      {"model.layers": 4, "ltd.on": True}        the flags that were given, flat
     build      with_defaults: heads 4, width 128, ...     depend on --size
@@ -12,8 +10,8 @@ by step:
     Config     settings.ltd.start == 128                  complete and frozen, for all other code
 
 A technique's settings are completed in `build` and checked there or in `check`, in the lines with
-its `.on`; --offload is checked in train.py, because only train.py knows the device's memory. The
-head of a technique's file lists where else it acts.
+its `.on`; the budget of --offload is checked in train.py, which knows the device's memory. The head
+of a technique's file lists where else it acts.
 
     python config.py                    # the table of flags, as docs/flags.md shows it
 """
@@ -79,7 +77,8 @@ def parse_or_resume(argv: list[str]) -> tuple[Config, Started | None]:
     which = given.pop("run.resume", None)
     if which == "auto" and "run.out" not in given:
         raise ValueError("--resume auto needs the folder of the run: add --out")
-    folder = Path(given["run.out"]) if "run.out" in given else newest_run() if which else None
+    if which:
+        folder = Path(given["run.out"]) if "run.out" in given else newest_run()
     if not which or (which == "auto" and not (folder / "config.json").exists()):
         return build(with_settings_of_init(given), file=given.get("model.init", "")), None
     started = started_with(folder)

@@ -331,11 +331,11 @@ def rows_of_rank(
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    runtime = start(args.device, "auto")
     file = args.by_document
     if file and not file.parent.is_dir():  # before the run is loaded
         raise ValueError(f"--by-document {file}: there is no folder {file.parent}")
     settings, model, state = load_run(args.run, args.checkpoint)
+    runtime = start(args.device, settings.run.dtype)
     model.to(runtime.device)
     data = open_data(replace(settings.data, data=args.data or settings.data.data), runtime)
     task = task_of(settings, data.encoding)

@@ -3,25 +3,26 @@
 The model is placed part by part: a part is a block, or everything outside the blocks. Each part's
 matrices are on one of these levels; norms and biases stay on the device.
 
-    resident    everything is on the device
-    hosted      optimizer state and fp32 masters are on the host, which updates the masters and
-                sends the new weights; on the next level it sums the gradients too
-    streamed    weights as well: the device fetches a block's while the block before it runs
+    resident           everything is on the device
+    hosted             optimizer state and fp32 masters are on the host, which updates the masters
+                       and sends the new weights
+    hosted gradients   gradients too: the host sums them over micro-batches
+    streamed           weights as well: the device fetches a block's while the one before it runs
 
 Optimizer state goes first, because it is used once a step; then gradients, which are copied once a
 micro-batch; then weights, copied twice. Middle blocks go before those at the ends, which give the
 copies time, and what is outside the blocks goes last. The command below needs 27.1 MB and has 19:
 
-                       on the device                 on the host
-    outside            weights, gradients, state     -                            resident
-    h.0, h.4, h.5      weights                       masters, gradients, state    hosted
-    h.1, h.2, h.3      weights of two at a time      masters, gradients, state    streamed
+                       on the device               on the host
+    outside            weights, gradients, state   -                           resident
+    h.0, h.4, h.5      weights                     masters, gradients, state   hosted gradients
+    h.1, h.2, h.3      weights, two at a time      masters, gradients, state   streamed
 
-Losses do not change. Activations are not offloaded (see --checkpoint-activations), and with several
-ranks only optimizer state is, because DDP keeps the gradients. In reading order, with the function
-of train.py that calls it: `preview` (run_training); `placement_for` and `Offload` (assemble), and
-its methods `wrap_block` (block_runner), `around_backward` (backward), `step` (train_step) and
-`weights` (state).
+Losses do not change. With several ranks only optimizer state is offloaded, because DDP keeps the
+gradients. In reading order, with the function of train.py that calls it: `preview` (run_training);
+`placement_for` and `Offload` (assemble), and its methods `wrap_block` (block_runner),
+`around_backward` (backward), `step` (train_step: a GPU orthogonalises for Muon, to which each step
+copies the directions and back), `weights` (state).
 
 Papers: Ren et al., arXiv 2101.06840 (ZeRO-Offload); Lin et al., arXiv 2110.03888 (granular: only
         as much as needed; it came without code, so the order is ours)

@@ -1,7 +1,7 @@
 """From the clock to the next step: which samples are drawn, which rows they share, who reads them.
 
-This file continues the walk that data.py begins. The example is one step of a packed run: 3
-documents, 4 samples, rows of 8 tokens, 4 draws a step, two ranks:
+This file continues the walk that data.py begins, in the order of the calls: 3 documents, 4
+samples, rows of 8 tokens, 4 draws per step, two ranks, --pack --pack-batch documents.
 
     clock    step 0: 0 tokens consumed, the next draw is number 0
     stage    pieces of at most 8 tokens, of any of the samples     Plan.stage_at, curriculum.py
@@ -17,10 +17,10 @@ A plan is a pure function of (settings, store, clock). Every rank plans the rows
 needs only their lengths, and then reads its own. A keyed permutation turns the number of a draw
 into a sample, so a run that was killed continues with the rows it would have read.
 
-Packed rows come from windows: the samples of 16 steps (here 64 draws) are packed together into 10
-rows, say, under the stage at which the window begins. The cursor holds the first draw of the window
-and how many of its rows have been used. Without --pack, and with --pack-batch documents, a window
-is one step.
+Here a window is one step, as it is without --pack. A packed GPT's steps share windows by default:
+the samples of 16 steps (with 4 rows per step, 64 draws) are packed together, into 10 rows in this
+example, under the stage at which the window begins. The cursor holds the first draw of the window
+and how many of its rows have been used.
 
     step 1   first_draw 0, row 0       reads rows 0 to 3 of the window
          3   first_draw 0, row 8       8 and 9, then 0 and 1 of the window from draw 64
@@ -46,20 +46,15 @@ from bert import check_pairs
 from config import Config, Task, samples_kind
 from curriculum import SCAN, Curriculum, Pool, Stage, parse_metrics
 from data import Rows, Samples, cut, loss_divisor, open_samples, reshape, reshaped_len
-from kernels.packed_attention import IMPLS, chosen_impl
 from mixture import AnyStore, MixedSamples
 from model import Batch, TransformerConfig
 from support.clock import MULTIPLE, Clock, Cursor, StepContext, effective_tokens, seed_of, shuffled
-from support.optim import state_bytes
-from support.process import duration, several, short
-from support.run import Run, read_log
+from support.process import several, short
 from support.runtime import Runtime, on_device
-from support.sizes import empty_model, flops_of_step, parameters_in_words
+from support.sizes import flops_of_step
 
 WINDOW_STEPS = 16  # steps whose samples are packed together, which gives rows for about ten steps
 FORECAST_POINTS = 40  # of the run, at which one window is planned
-MANY_EPOCHS = 4
-REPEATED = "text read more than 4 times teaches less each time (arXiv 2305.16264)"
 
 
 class Step(NamedTuple):
@@ -98,7 +93,7 @@ class Plan:
         self.settings, self.store, self.task, self.runtime = settings, store, task, runtime
         self.model = model  # to count the FLOPs of a step
         self.seq_len = settings.data.seq_len
-        self.draws_per_step = settings.optim.batch_tokens // self.seq_len
+        self.rows_per_step = settings.optim.batch_tokens // self.seq_len
         self.steps_share_windows = settings.pack.on and settings.pack.batch == "rows"
         self.samples = open_samples(store, samples_kind(settings), self.seq_len)
         if task.nsp:
@@ -151,7 +146,7 @@ class Plan:
 
     def next_of_windows(self, clock: Clock) -> Window:
         """Take a step's rows from the window in use, and if it ends, from the next one."""
-        cursor, missing = clock.cursor, self.draws_per_step
+        cursor, missing = clock.cursor, self.rows_per_step
         parts: list[Rows] = []
         longest = 0
         while missing:
@@ -188,7 +183,7 @@ class Plan:
         if self.last_window and self.last_window[0] == cursor:
             return self.last_window[1]
         stage, seed = self.stage_at(cursor.drawn_at_tokens), self.settings.run.seed
-        count = self.draws_per_step * (WINDOW_STEPS if self.steps_share_windows else 1)
+        count = self.rows_per_step * (WINDOW_STEPS if self.steps_share_windows else 1)
         spans, after = draw_samples(self.samples, stage.pool, cursor, count=count, seed=seed)
         key = (seed, "nsp", cursor.first_draw)  # of how a BERT reads the spans
         if self.settings.pack.on:
@@ -310,7 +305,7 @@ class Plan:
         steps = tokens = flops = 0.0
         for point in range(FORECAST_POINTS):
             consumed = clock.consumed_tokens + (2 * point + 1) * budget // (2 * FORECAST_POINTS)
-            draws = clock.cursor.first_draw + point * self.draws_per_step * WINDOW_STEPS
+            draws = clock.cursor.first_draw + point * self.rows_per_step * WINDOW_STEPS
             cursor = self.cursor_at(consumed, clock.cursor._replace(first_draw=draws, row=0))
             at = clock._replace(step=clock.step + round(steps), consumed_tokens=consumed)
             window = self.window(cursor)
@@ -318,7 +313,7 @@ class Plan:
             after = self.clock_after(at, window, tokens_by_layer)
             windows = budget / FORECAST_POINTS / max(after.consumed_tokens - consumed, 1)
             rows = len(window.rows)
-            steps += windows * (rows / self.draws_per_step if self.steps_share_windows else 1)
+            steps += windows * (rows / self.rows_per_step if self.steps_share_windows else 1)
             tokens += windows * (after.real_tokens - at.real_tokens)
             flops += windows * (after.flops - at.flops)
         whole_steps = math.ceil(round(steps, 6))  # the last step may overshoot the budget
@@ -401,65 +396,3 @@ def read_ahead(plan: Plan, clock: Clock) -> Iterator[tuple[Step, float]]:
                 return
             upcoming = planner.submit(read, step.after)
             yield step, waited_ms
-
-
-def announce(plan: Plan, run: Run, micro_batch: int) -> None:
-    """Print what is trained, on what, and what lies ahead: all that --dry-run prints.
-
-    Args: micro_batch rows that a rank runs through the model together
-    """
-    s, runtime, model, store = plan.settings, plan.runtime, plan.model, plan.store
-    say = runtime.say
-    name = f"from {s.model.init}" if s.model.init else s.model.size
-    say(f"{s.model.model} {name}: {parameters_in_words(model)}, {runtime.why}")
-    named, muon = dict(empty_model(model).named_parameters()), s.optim.optimizer == "muon"
-    state = state_bytes(named, muon, shards=runtime.world_size if s.run.fsdp else 1)
-    sizes = ", ".join(f"{kind} {size / 1e6:,.1f} MB" for kind, size in state.items())
-    memory = f"memory: {sizes}, and activations"
-    if s.run.fsdp:
-        whole = state_bytes(named, muon)
-        checkpoint = short(whole["weights"] + whole["optimizer"], "B")
-        memory += f", per rank; a checkpoint takes {checkpoint} of rank 0's host memory"
-    say(memory)
-    each = f" on each of {runtime.world_size} ranks" if runtime.world_size > 1 else ""
-    rows = f"{several(plan.draws_per_step, 'row')} of {plan.seq_len} tokens a step"
-    attention = ""
-    if s.pack.on or s.model.model == "bert":  # rows may hold several documents, or padding
-        impl = chosen_impl(
-            runtime.device.type,
-            runtime.dtype,
-            head_width=model.head_width,
-            dropout=model.dropout,
-            compiled=s.run.compile == "on",
-        )
-        attention = f"; attention: {impl}, {IMPLS[impl]}"
-    say(f"batch: {rows}, in micro-batches of {several(micro_batch, 'row')}{each}{attention}")
-    text = f"data: {store.meta['train_tokens']:,} training tokens in {store.path}"
-    if isinstance(plan.samples, MixedSamples):
-        text += f"; {plan.samples.passes(s.optim.tokens)}"
-    say(text)
-    if run.resumed_from:
-        say(f"resumed from {run.resumed_from} at step {run.clock.step}")
-    ahead = plan.forecast(run.clock)
-    epochs = ahead.tokens / max(store.meta["train_tokens"], 1)
-    line = f"ahead: about {ahead} ({epochs:,.2f} epochs"
-    line += f"; {REPEATED})" if epochs > MANY_EPOCHS else ")"
-    plain = plan.without_techniques().forecast(run.clock)
-    if plain != ahead:
-        line += f"; without techniques: about {plain}"
-    say(line)
-
-
-def spent(plan: Plan, run: Run) -> str:
-    """Say what the run has read and computed, and what it would have without techniques.
-
-    Example: read 3,953,296 tokens in 27.6 TFLOP and 0:03:55 of steps; without techniques about 269
-             steps, 2,203,648 tokens of text, 31.3 TFLOP
-    """
-    seconds = sum(line["ms"] for line in read_log(run.folder) if line["event"] == "train") / 1e3
-    text = f"read {run.clock.real_tokens:,} tokens in {short(run.clock.flops, 'FLOP')}"
-    text = f"{text} and {duration(seconds)} of steps"
-    plain = plan.without_techniques()
-    if plain.settings != plan.settings:
-        text += f"; without techniques about {plain.forecast(Clock())}"
-    return text

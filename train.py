@@ -37,7 +37,6 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
 
 import config
 import ltd
@@ -45,12 +44,13 @@ import offload
 import pseudo
 import report
 import sample
+from announce import announce, spent
 from config import Config
 from data import Data, open_data
 from evaluate import Evaluation
 from kernels.triton_here import why_not
 from model import Batch, BlockRunner, Transformer, TransformerConfig, run_plain, run_recomputed
-from plan import Plan, Step, announce, read_ahead, spent
+from plan import Plan, Step, read_ahead
 from support.checkpoint import load_weights
 from support.clock import StepContext, due, generator, seed_of
 from support.fsdp import shard, sync_gradients
@@ -184,7 +184,7 @@ def train(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> int:
             is_due = due(s.run.checkpoint_every, step.before, step.after)
             if is_best or is_due or run.is_finished:
                 run.save(trainer.state(), trainer.optimizers.named)
-        finish(run, data, plan, trainer, bar)
+    finish(run, data, plan, trainer)
     return 0
 
 
@@ -212,10 +212,9 @@ def held_out(settings: Config, data: Data, tokens: int | None) -> Evaluation:
     return Evaluation(data, task, settings.data.seq_len, tokens)
 
 
-def finish(run: Run, data: Data, plan: Plan, trainer: "Trainer", bar: tqdm) -> None:
+def finish(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> None:
     """Evaluate once more, say what the run took, generate a sample, write the report."""
     s, runtime, model = run.settings, run.runtime, trainer.model
-    bar.close()
     evaluate(run, trainer, held_out(s, data, s.run.final_eval_tokens), last=True)
     runtime.say(spent(plan, run))
     # With --fsdp every rank takes part, because the weights are gathered from all of them.

@@ -82,6 +82,8 @@ def started_with(folder: Path) -> Started:
         raise ValueError(f"--resume: {folder} holds no run; name one with --out") from None
     except ValueError as error:
         raise ValueError(f"{folder}/config.json is damaged: {error}") from None
+    if "model_size" not in about:
+        raise ValueError(f"--resume: {folder}/config.json is not that of a run")
     size = ModelSize(**about["model_size"])
     return Started(folder, about["id"], about["config"], size, about["store"])
 

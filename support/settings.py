@@ -86,6 +86,11 @@ def free(
     return flag(written, default, help, choices, free=True, **more)
 
 
+def derived(default: Value, help: str, choices: tuple[str, ...] = ()) -> Any:
+    """Make a setting that follows from others: it is saved with them, but is no flag."""
+    return flag("", default, help, choices)
+
+
 @cache
 def settings_of(config_class: type) -> dict[str, Setting]:
     """List every setting by its name, group.field, in the order of the fields."""
@@ -229,8 +234,8 @@ class ModelConfig:
         "positions (default: rope for nano and llama, else learned)",
         ("learned", "rope"),
     )
-    rope_theta: float = flag("", 10000.0, "base of the rotary angles")
-    rope_scaling: str | None = flag("", None, "Llama 3.1's, factor:slow:fast:positions")
+    rope_theta: float = derived(10000.0, "base of the rotary angles")
+    rope_scaling: str | None = derived(None, "Llama 3.1's, factor:slow:fast:positions")
     tied: bool | None = flag(
         "--tied", None, "tie output head and embedding (default: on, except nano GPT)"
     )
@@ -243,9 +248,9 @@ class ModelConfig:
     width: int | None = flag(
         "--width", None, "hidden size (default: by --size)", least=1, most=2**17
     )
-    mlp_width: int | None = flag("", None, "of the MLP: 4 x --width, for llama 8/3")
+    mlp_width: int | None = derived(None, "of the MLP: 4 x --width, for llama 8/3")
     # gelu_new is GPT-2's approximation, gelu is exact; None: by --pos
-    activation: str | None = flag("", None, "GELU", ("gelu_new", "gelu"))
+    activation: str | None = derived(None, "GELU", ("gelu_new", "gelu"))
     dropout: float = flag(
         "--dropout", 0.0, "share of activations zeroed in training", least=0, below=1
     )
@@ -263,7 +268,7 @@ class OptimConfig:
         "budget in consumed tokens; --resume may raise it (default: by --size)",
         least=1,
     )
-    schedule_tokens: int | None = flag("", None, "first budget, which schedules follow")
+    schedule_tokens: int | None = derived(None, "first budget, which schedules follow")
     batch_tokens: int | None = flag(
         "--batch-tokens", None, "tokens per step, in total (default: by --size)", least=1
     )

@@ -30,6 +30,7 @@ FLOORS = (  # from the bottom up; a file imports only from its own floor and the
     {"analyze"},
     {"config"},
     {"plan", "sample", "evaluate", "report"},
+    {"announce"},
     {"train"},
 )
 REPLACED = {"transformers", "datasets", "accelerate", "tokenizers", "safetensors"}

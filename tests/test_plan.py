@@ -68,7 +68,7 @@ def test_every_training_token_is_a_target_once_per_pass(store, flags):
     p = plan(store, flags + " --tokens 1e9 --batch-tokens 65536")
     passes = 2 * len(p.samples)
     seen = np.zeros(store.meta["train_tokens"], dtype=int)
-    window = (16 if p.settings.pack.on else 1) * p.draws_per_step
+    window = (16 if p.settings.pack.on else 1) * p.rows_per_step
     for first in range(0, passes, window):
         rows = p.window(Cursor(first_draw=first)).rows
         assert rows.sum_by_row(rows.lengths).max() <= 32
@@ -233,7 +233,7 @@ def test_pools_grow_and_a_stage_draws_every_sample_before_any_twice(indexed):
         if step.after.cursor.stage_first_draw != since:
             since, stage_ids = step.after.cursor.stage_first_draw, []
         pool = p.stage_at(step.before.consumed_tokens).pool
-        spans = drawn(p, step.before.cursor.first_draw, p.draws_per_step, since, pool)[0]
+        spans = drawn(p, step.before.cursor.first_draw, p.rows_per_step, since, pool)[0]
         ids = ((spans[:, 0] - p.samples.start) // 32).tolist()
         reach = pool.reach if pool else len(p.samples)
         assert p.columns(step)["pool"] == reach
@@ -253,9 +253,9 @@ def test_a_pool_smaller_than_a_batch_is_repeated_to_fill_it(indexed):
     """DeepSpeed's data_sampler.py repeats the pool once, and then yields short batches."""
     p = indexed("--curriculum length --pack --curriculum-by value --curriculum-start 1")
     small = p.stage_at(0).pool
-    assert small.reach < 16 * p.draws_per_step, "several passes are needed"
-    spans, after = drawn(p, 0, 16 * p.draws_per_step, 0, small)
-    assert len(spans) == after.first_draw == 16 * p.draws_per_step
+    assert small.reach < 16 * p.rows_per_step, "several passes are needed"
+    spans, after = drawn(p, 0, 16 * p.rows_per_step, 0, small)
+    assert len(spans) == after.first_draw == 16 * p.rows_per_step
     counts = np.unique(spans[:, 0], return_counts=True)[1]
     assert len(counts) == small.reach and counts.max() - counts.min() <= 1
 

@@ -28,9 +28,9 @@ import train
 from bert import BertConfig
 from kernels.rotary import Scaling
 from model import Transformer, TransformerConfig
-from support import checkpoint, weights
+from support import checkpoint, published, weights
+from support.published import GPT2_LAYOUT, load_published, published_entries
 from support.store import PD4K, get_encoding, read_ranks, write_ranks
-from support.weights import GPT2_LAYOUT, load_published, published_entries
 
 LAYERS, HEADS, C, SEQ_LEN, VOCAB = 2, 4, 16, 12, 50
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -301,7 +301,7 @@ def test_transformers_computes_the_same_and_its_weights_load(tmp_path, kind, mor
     path = save(read.state_dict(), folder)
     assert torch.load(path).keys() & {"lm_head.weight", TWIN}, "has copies of tied weights"
     load_published(again, path)
-    assert weights.published_settings(path)["model.mlp_width"] == 4 * C
+    assert published.published_settings(path)["model.mlp_width"] == 4 * C
     assert_same(again.state_dict(), model.state_dict())
 
 
@@ -350,11 +350,11 @@ def test_several_files_and_their_index_load_as_one_model(name, tmp_path):
             if name.endswith("bin"):
                 torch.save(part, out)
             else:
-                weights.save_file(out, part)
+                published.save_file(out, part)
     listed = {key: number for number, part in parts.items() for key in part}
     (tmp_path / f"{name}.index.json").write_text(json.dumps({"weight_map": listed}))
-    assert_same(weights.read_published(tmp_path), parts["1"] | parts["2"])
-    assert weights.published_settings(tmp_path) == {"data.seq_len": 4}
+    assert_same(published.read_published(tmp_path), parts["1"] | parts["2"])
+    assert published.published_settings(tmp_path) == {"data.seq_len": 4}
     assert weights.source_of(str(tmp_path)) is None
 
 
@@ -464,7 +464,7 @@ def test_every_key_that_transformers_writes_is_known(name, tmp_path):
     transformers = pytest.importorskip("transformers")
     said = getattr(transformers, name)().to_dict()
     said |= {"rms_norm_eps": 1e-5} if name == "LlamaConfig" else {}
-    assert weights.published_settings(folder_of(said, tmp_path))["data.seq_len"] > 500
+    assert published.published_settings(folder_of(said, tmp_path))["data.seq_len"] > 500
 
 
 def nanogpt_file(bias: bool = True) -> dict:
@@ -521,14 +521,14 @@ TENSORS = {"a": torch.tensor([[1], [2], [3]], dtype=torch.uint8), "b": torch.ten
 
 def as_safetensors(tensors) -> bytes:
     out = io.BytesIO()
-    weights.save_file(out, tensors)
+    published.save_file(out, tensors)
     return out.getvalue()
 
 
 def of_every_dtype() -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(0)
     tensors = {"none": torch.empty(0, 4), "one": torch.tensor(3.5), '"é"': torch.tensor([1.0])}
-    for name, dtype in weights.DTYPES.items():
+    for name, dtype in published.DTYPES.items():
         small = torch.randint(0, 2, (3, 5), generator=random)
         wide = torch.randn(3, 5, generator=random)
         tensors[f"of {name}"] = (wide if dtype.is_floating_point else small).to(dtype)
@@ -539,13 +539,13 @@ def test_the_worked_example_loads_and_its_file_is_never_changed(tmp_path):
     assert len(HEADER) == 140 and as_safetensors(TENSORS) == EXAMPLE
     path = tmp_path / "example.safetensors"
     path.write_bytes(EXAMPLE)
-    result = weights.load_file(path)
+    result = published.load_file(path)
     assert_same(result, TENSORS)
     result["b"].fill_(5)
     assert path.read_bytes() == EXAMPLE and result["b"].tolist() == [5, 5]
     expected = of_every_dtype() | {"turned": torch.randn(4, 3).T}
     path.write_bytes(as_safetensors(expected))
-    assert_same(weights.load_file(path), expected)
+    assert_same(published.load_file(path), expected)
 
 
 def test_the_safetensors_library_writes_and_reads_the_same_bytes(tmp_path):
@@ -554,7 +554,7 @@ def test_the_safetensors_library_writes_and_reads_the_same_bytes(tmp_path):
     library.save_file(of_every_dtype(), theirs, metadata={"format": "pt"})
     ours.write_bytes(as_safetensors(of_every_dtype()))
     assert ours.read_bytes() == theirs.read_bytes()
-    assert_same(weights.load_file(theirs), of_every_dtype())
+    assert_same(published.load_file(theirs), of_every_dtype())
     assert_same(library.load_file(ours), of_every_dtype())
 
 

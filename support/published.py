@@ -1,0 +1,425 @@
+"""Published weights of GPT-2, BERT, Llama and nanoGPT: their files, settings and names.
+
+    published (BERT)                                  ours
+    encoder.layer.3.attention.self.query.weight       h.3.attn.c_attn.weight, rows 0 to C - 1
+    encoder.layer.3.attention.output.LayerNorm.bias   h.3.ln_1.bias
+    cls.predictions.bias                              mlm_bias
+
+All names are in the tables GPT2_LAYOUT, BERT_LAYOUT and LLAMA_LAYOUT. Besides names, these differ:
+
+    GPT-2   matrices are (in, out), ours (out, in)
+    BERT    token type 0 is added to every position, because our rows are one segment
+    Llama   rotary positions rotate a head's halves against each other, ours neighbours: rows
+            0 1 2 3 of queries and keys in a head of width 4 become rows 0 2 1 3
+    nanoGPT GPT-2's names, our order (out, in), and the exact GELU
+
+Nothing is downloaded, guessed, cropped or padded: an entry that does not fit is an error. In
+reading order: weights, settings, layouts, safetensors. support/weights.py loads and exports them.
+"""
+
+import json
+import re
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.rotary import Scaling
+from model import Transformer
+from support.settings import SIZES, Flat
+
+LONGEST_ROW = max(size.seq_len for size in SIZES.values())  # unless --seq-len asks for more
+
+# ---- published weights
+
+
+FILES = ("model.safetensors", "pytorch_model.bin", "ckpt.pt")
+IN_A_FOLDER = [f"{name}{end}" for name in FILES for end in (".index.json", "")]  # the first counts
+
+
+def load_published(model: Transformer, path: str | Path) -> list[str]:
+    """Copy the file's weights into the model: all of them or, on any error, none.
+
+    Returns:  the entries that the model does not use, without their prefix
+    Raises:   ValueError naming --init and the entry that does not fit
+    Cost:     reads the file; some weights are in memory twice until they have been copied
+    Deviates: BERT's second token type is dropped; adding the first one to wpe rounds it once
+    """
+    entries = read_published(path)
+    left_out: list[str] = []
+    config = model.config
+    layout = layout_of(config.kind, config.norm == "rmsnorm")
+    views = published_entries(model.state_dict(), layout, config.qkv_heads, config.head_width)
+    views = {PREFIX.sub("", entry): view for entry, view in views.items()}
+    for entry, view in views.items():
+        actual = tuple(entries[entry].shape) if entry in entries else "absent"
+        if actual != view.shape:
+            needed = tuple(view.shape)
+            raise ValueError(f"--init {path}: {entry} must be {needed} but is {actual}")
+    for entry in sorted(entries.keys() - views.keys()):
+        twins = [name for name in TIED.get(entry, ()) if name in views]
+        if PAIRS.fullmatch(entry):
+            left_out.append(entry)
+        elif not twins or not torch.equal(entries[entry], entries[twins[0]]):
+            raise ValueError(f"--init {path}: {entry} has no place in this model")
+    if POSITIONS in views:
+        entries[POSITIONS] = entries[POSITIONS].double() + entries[TOKEN_TYPES][0]
+        left_out.append(f"{TOKEN_TYPES}[1]")
+    for entry, view in views.items():
+        value = entries[entry]
+        if entry.endswith(HALVES):
+            value = pairs_from_halves(value, config.head_width)
+        view.copy_(value)
+    return left_out
+
+
+def read_published(path: str | Path) -> dict[str, Tensor]:
+    """Read the published entries by their newer names, without prefix; transpose nanoGPT's."""
+    saved = saved_in(path)
+    is_nanogpt = "model_args" in saved
+    entries = {}
+    for key, value in (saved["model"] if is_nanogpt else saved).items():
+        name = PREFIX.sub("", str(key)).replace(".gamma", ".weight").replace(".beta", ".bias")
+        if BUFFERS.fullmatch(name):
+            continue
+        if name in entries or not (isinstance(value, Tensor) and value.is_floating_point()):
+            raise ValueError(f"--init {path}: {key} occurs twice or is not a floating-point tensor")
+        to_transpose = is_nanogpt and name.startswith("h.") and value.dim() == 2
+        entries[name] = value.T if to_transpose else value
+    return entries
+
+
+def saved_in(path: str | Path) -> dict[str, Any]:
+    """Load a file, or the published weights in a folder, without running any code from it."""
+    path = Path(path)
+    if path.is_dir():
+        path = next((path / name for name in IN_A_FOLDER if (path / name).exists()), path)
+    with open(path, "rb") as file:
+        is_safetensors = file.read(9)[8:] == b"{"
+    try:
+        if path.suffix == ".json":
+            saved = json.loads(path.read_text())
+            if "weight_map" in saved:  # the index of several files
+                parts = [saved_in(path.parent / name) for name in {*saved["weight_map"].values()}]
+                saved = {name: tensor for part in parts for name, tensor in part.items()}
+        elif is_safetensors:
+            saved = load_file(path)
+        else:
+            saved = torch.load(path, "cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        if not isinstance(saved, dict):
+            raise ValueError(f"it holds a {type(saved).__name__}")
+    except Exception as error:  # torch.load raises half a dozen kinds
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ValueError(f"--init {path}: cannot be loaded, {why}") from None
+    return saved
+
+
+def positions_of(entries: dict[str, Tensor]) -> int | None:
+    """Return the number of learned positions; None if positions are not learned."""
+    return len(entries.get("wpe.weight", entries.get(POSITIONS, ()))) or None
+
+
+# ---- the settings of published weights
+
+
+def published_settings(path: str | Path) -> Flat:
+    """Read the settings that published weights imply, from their config.json or nanoGPT's file.
+
+    Returns: {"model.layers": 16, ...}: the settings that decide the model, and as data.seq_len its
+             context, at most LONGEST_ROW; for a bare state dict at most data.seq_len
+    Raises:  ValueError naming --init for a model that we cannot compute
+    """
+    config = published_config(path)
+    if not config:
+        positions = positions_of(read_published(path))
+        return {"data.seq_len": min(positions, LONGEST_ROW)} if positions else {}
+    kind = config.get("model_type")
+    layout = next((one for one in LAYOUTS if one.model_type == kind), None)
+    if layout is None:
+        raise ValueError(f"--init {path}: has model_type {kind!a}, not gpt2, bert or llama")
+    if layout is LLAMA_LAYOUT:
+        config = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False} | config  # its defaults
+    given = {ours: config[key] for ours, key in layout.keys.items() if key in config}
+    settings = layout.settings | layout.absent | given
+    head_width = settings["width"] // settings["heads"]
+    for key, supported in {**layout.fixed, "head_dim": head_width, "bias": True}.items():
+        if config.get(key, supported) != supported:
+            wrong = f"{key} {config[key]}, but only {supported}"
+            raise ValueError(f"--init {path}: has {wrong} is supported")
+    known = {*layout.keys.values(), *layout.fixed}
+    unknown = [key for key in sorted(config.keys() - known) if not HARMLESS.fullmatch(key)]
+    if unknown:
+        raise ValueError(f"--init {path}: unknown keys in config.json: {', '.join(unknown)}")
+    kind = config.get("rope_type", config.get("type", "default"))
+    if kind == "llama3" and config.keys() >= {*Scaling.KEYS}:
+        settings["rope_scaling"] = ":".join(f"{config[key]:g}" for key in Scaling.KEYS)
+    elif kind != "default":
+        only = f"only llama3 with {', '.join(Scaling.KEYS)} is supported"
+        raise ValueError(f"--init {path}: scales rotary angles as {kind}, but {only}")
+    rows = min(settings.pop("seq_len"), LONGEST_ROW)
+    return {f"model.{name}": value for name, value in settings.items()} | {"data.seq_len": rows}
+
+
+def published_config(path: str | Path) -> dict[str, Any]:
+    """Read config.json, without keys that are null and with the entries for rotary angles on top.
+
+    Returns: for nanoGPT's file what its config.json would say; {} if there is none
+    """
+    file = (Path(path) if Path(path).is_dir() else Path(path).parent) / "config.json"
+    config = saved_in(file) if file.exists() else {}
+    if args := saved_in(path).get("model_args"):
+        like_gpt2 = {"model_type": "gpt2", "activation_function": "gelu"}
+        config = {**like_gpt2, "n_positions": args["block_size"], **args}
+    config |= config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return {key: value for key, value in config.items() if value is not None}
+
+
+# ---- names in published layouts
+
+
+class Layout(NamedTuple):
+    """A published model: how its settings and its parameters are named, there and here."""
+
+    model_type: str  # in its config.json
+    architecture: str  # class name in transformers
+    settings: Flat  # our settings that a model of this layout must have
+    keys: dict[str, str]  # our setting -> its key in config.json
+    absent: Flat  # our settings -> the published default if the key is missing
+    fixed: Flat  # more keys of config.json, each with the only value that we support
+    modules: dict[str, list[str]]  # our module -> the published modules stacked in it
+    layers: str  # prefix of names in a layer; ours is "h."
+    base: str  # prefix of all names except those of heads
+
+
+GPT2_MODULES = "wte wpe ln_f lm_head ln_1 ln_2 attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj"
+GPT2_LAYOUT = Layout(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    settings={"model": "gpt", "block": "gpt2", "pos": "learned", "qk_norm": False},
+    keys={
+        "layers": "n_layer",
+        "heads": "n_head",
+        "width": "n_embd",
+        "mlp_width": "n_inner",
+        "seq_len": "n_positions",
+        "activation": "activation_function",
+        "tied": "tie_word_embeddings",
+    },
+    absent={"layers": 12, "heads": 12, "width": 768, "seq_len": 1024},
+    fixed={
+        "layer_norm_epsilon": 1e-5,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+    },
+    modules={name: [name] for name in GPT2_MODULES.split()},
+    layers="h.",
+    base="transformer.",
+)
+BERT_KEYS = {
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "width": "hidden_size",
+    "mlp_width": "intermediate_size",
+    "seq_len": "max_position_embeddings",
+}
+BERT_LAYOUT = Layout(
+    model_type="bert",
+    architecture="BertForMaskedLM",
+    settings=GPT2_LAYOUT.settings | {"model": "bert", "tied": True},
+    keys=BERT_KEYS,
+    absent={"layers": 12, "heads": 12, "width": 768, "mlp_width": 3072, "seq_len": 512},
+    fixed={
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-12,
+        "position_embedding_type": "absolute",
+        "is_decoder": False,
+    },
+    modules={
+        "wte": ["embeddings.word_embeddings"],
+        "wpe": ["embeddings.position_embeddings"],
+        "ln_f": ["embeddings.LayerNorm"],
+        "attn.c_attn": [f"attention.self.{name}" for name in ("query", "key", "value")],
+        "attn.c_proj": ["attention.output.dense"],
+        "ln_1": ["attention.output.LayerNorm"],
+        "mlp.c_fc": ["intermediate.dense"],
+        "mlp.c_proj": ["output.dense"],
+        "ln_2": ["output.LayerNorm"],
+        "mlm": ["cls.predictions.transform.dense"],
+        "mlm_ln": ["cls.predictions.transform.LayerNorm"],
+        "mlm_bias": ["cls.predictions.bias"],
+        "pooler": ["pooler.dense"],
+        "nsp": ["cls.seq_relationship"],
+    },
+    layers="encoder.layer.",
+    base="bert.",
+)
+LLAMA_LAYOUT = Layout(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    settings={"model": "gpt", "block": "llama", "pos": "rope", "qk_norm": False},
+    keys=BERT_KEYS
+    | {
+        "kv_heads": "num_key_value_heads",
+        "rope_theta": "rope_theta",
+        "tied": "tie_word_embeddings",
+    },
+    absent={"layers": 32, "heads": 32, "width": 4096, "mlp_width": 11008, "seq_len": 2048},
+    fixed={"hidden_act": "silu", "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
+    modules={
+        "wte": ["embed_tokens"],
+        "ln_f": ["norm"],
+        "lm_head": ["lm_head"],
+        "ln_1": ["input_layernorm"],
+        "ln_2": ["post_attention_layernorm"],
+        "attn.c_attn": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        "attn.c_proj": ["self_attn.o_proj"],
+        "mlp.c_fc": ["mlp.gate_proj", "mlp.up_proj"],
+        "mlp.c_proj": ["mlp.down_proj"],
+    },
+    layers="layers.",
+    base="model.",
+)
+LAYOUTS = (GPT2_LAYOUT, BERT_LAYOUT, LLAMA_LAYOUT)
+# Keys of config.json, from all versions of transformers and from nanoGPT, that may have any value:
+# they do not change what our model computes (notes, dropout, generation, other heads, memory),
+# they show in the entries of the file, or `published_settings` checks them (rotary angles).
+HARMLESS = re.compile(
+    r"_\w+|architectures|\w*dtype|(model_)?type|name_or_path|transformers\S+|unsloth_\w+|\w+_class"
+    r"|\w+_pdrop|\w*dropout(_prob)?|initializer_range|gradient_\w+|pretraining_tp|chunk_size_\w+"
+    r"|\w+_token_id|(max|min|max_sequence)_length|\w+_penalty|\w*no_repeat_ngram_size|top_[kp]"
+    r"|num_(beams|beam_groups|labels|return_sequences)|do_sample|early_stopping|temperature|prefix"
+    r"|bad_words_ids|\w*suppress_tokens|typical_p|remove_invalid_values|(output|summary|pooler)_\w+"
+    r"|use_(cache|return_dict|bfloat16)|return_dict\w*|torchscript|tf_legacy_loss|xla_device|factor"
+    r"|id2label|label2id|task_specific_params|finetuning_task|problem_type|predict_special_tokens"
+    r"|is_(decoder|encoder_decoder|llama_config)|tie_(encoder_decoder|word_embeddings)|pruned_heads"
+    r"|\w*cross_attention\w*|directionality|attn_implementation|reorder_and_upcast_attn|n_ctx|bias"
+    r"|(vocab|block|type_vocab)_size|head_dim|attention_bias|mlp_bias|rope_(type|scaling|parameters)"
+    r"|(low|high)_freq_factor|original_max_position_embeddings"
+)
+PREFIX = re.compile(r"^((module|_orig_mod)\.)*((transformer|bert|model)\.)?")
+HEADS = ("cls.", "lm_head.")  # entries without the prefix `base`
+# Causal masks, angles and positions, which older versions saved although they are not learned.
+BUFFERS = re.compile(r".*\.attn\.(masked_)?bias|.*rotary_emb\.inv_freq|embeddings\.position_ids")
+PAIRS = re.compile(r"(pooler|nsp|cls\.seq_relationship)\..+")  # unused without --nsp
+HALVES = ("q_proj.weight", "k_proj.weight")  # Llama's, where rotary positions pair a head's halves
+TOKEN_TYPES = "embeddings.token_type_embeddings.weight"
+POSITIONS = "embeddings.position_embeddings.weight"
+EMBEDDINGS = ("wte.weight", "embed_tokens.weight", "embeddings.word_embeddings.weight")
+TIED = {  # second name of a tied tensor -> its first name, which depends on the layout
+    "lm_head.weight": ["wte.weight", "embed_tokens.weight"],
+    "cls.predictions.decoder.weight": ["embeddings.word_embeddings.weight"],
+    "cls.predictions.decoder.bias": ["cls.predictions.bias"],
+}
+
+
+def layout_of(kind: str, is_llama: bool) -> Layout:
+    return BERT_LAYOUT if kind == "bert" else LLAMA_LAYOUT if is_llama else GPT2_LAYOUT
+
+
+def published_names(name: str, layout: Layout) -> list[str]:
+    """List the published entries that are stacked, in this order, in one of our parameters.
+
+    Example:  published_names("h.3.ln_1.bias", BERT_LAYOUT) is
+              ["encoder.layer.3.attention.output.LayerNorm.bias"]
+    Raises:   ValueError for a parameter that the layout lacks
+    """
+    layer, module, leaf = re.fullmatch(r"(h\.\d+\.)?(.+?)(\.weight|\.bias)?", name).groups("")
+    if module not in layout.modules:
+        raise ValueError(f"--init: {name} has no place in the layout of {layout.model_type}")
+    layer = layer.replace("h.", layout.layers)
+    return [f"{layer}{published}{leaf}" for published in layout.modules[module]]
+
+
+def halves_from_pairs(x: Tensor, D: int) -> Tensor:
+    """Reorder rows of queries or keys (H D, ...): the even rows of each head, then the odd ones."""
+    return x.unflatten(0, (-1, D // 2, 2)).transpose(1, 2).reshape(x.shape)
+
+
+def pairs_from_halves(x: Tensor, D: int) -> Tensor:
+    """Undo `halves_from_pairs`."""
+    return x.unflatten(0, (-1, 2, D // 2)).transpose(1, 2).reshape(x.shape)
+
+
+def published_entries(
+    weights: dict[str, Tensor], layout: Layout, heads: Sequence[int], D: int
+) -> dict[str, Tensor]:
+    """Map published names to views of our parameters, to copy values into or out of.
+
+    Args:    heads the number of heads of queries, keys and values; each is D wide
+    Example: BERT's h.0.attn.c_attn.bias (3 C,) becomes query, key and value of (C,) each
+    """
+    entries: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        names = published_names(name, layout)
+        if layout is GPT2_LAYOUT and name.startswith("h.") and value.dim() == 2:
+            parts = [value.T]  # GPT-2 multiplies from the right
+        elif len(names) == 3:
+            parts = value.split([number * D for number in heads])
+        else:
+            parts = value.chunk(len(names))
+        entries.update(zip(names, parts, strict=True))
+    if layout is BERT_LAYOUT:
+        entries[TOKEN_TYPES] = torch.zeros(2, weights["wte.weight"].shape[1], dtype=torch.float32)
+    return {e if e.startswith(HEADS) else layout.base + e: x for e, x in entries.items()}
+
+
+# ---- safetensors: named tensors, and no code that could run
+#
+#    byte 0       8                        8 + N                              end
+#    +------------+------------------------+----------------------------------+
+#    | N, u64     | N bytes of JSON, UTF-8 | the tensors' bytes, one after    |
+#    | little-end | (padded with spaces)   | the other, without gaps          |
+#    +------------+------------------------+----------------------------------+
+#
+# The JSON is {"wte.weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}.
+# Offsets count from byte 8 + N; tensors are stored row by row. "__metadata__" is a dict of strings.
+# Format: github.com/huggingface/safetensors, README.md. Floats of 8 and 4 bits are not supported.
+
+DTYPES = {  # in the order in which the safetensors library writes them, wide ones first
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+def load_file(path: str | Path) -> dict[str, Tensor]:
+    """Memory-map the tensors of a file: they are read from disk when they are used."""
+    data = np.memmap(path, np.uint8, "c")  # writing to a tensor changes memory, never the file
+    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    header = json.loads(data[8:start].tobytes())
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        raw = torch.from_numpy(data[start + begin : start + end])
+        tensors[name] = raw.view(DTYPES[entry["dtype"]]).view(entry["shape"])
+    return tensors
+
+
+def save_file(out: BinaryIO, tensors: dict[str, Tensor]) -> None:
+    """Write tensors in the order of the safetensors library: by dtype, then by name."""
+    dtypes = {dtype: name for name, dtype in DTYPES.items()}
+    order = sorted(tensors, key=lambda name: ([*dtypes].index(tensors[name].dtype), name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        dtype, shape = dtypes[tensors[name].dtype], list(tensors[name].shape)
+        begin, end = end, end + tensors[name].nbytes
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    out.write(len(text).to_bytes(8, "little") + text)
+    for name in order:
+        flat = tensors[name].detach().cpu().contiguous().flatten()
+        out.write(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
