@@ -274,7 +274,7 @@ def test_tokens_count_by_the_share_of_layers_that_are_present(folder_of):
 
 
 def test_a_shadow_is_evaluated_and_sampled_like_any_model(folder_of, capsys, monkeypatch):
-    monkeypatch.setattr(sample, "write", write_sample)
+    monkeypatch.setattr(sample, "continue_text", write_sample)
     for run in (folder_of(PARTING), folder_of(GROWING)):
         shadow = str(min(run.glob("step-*.pt")))
         evaluate.main([str(run), "--checkpoint", shadow, "--device", "cpu", "--tokens", "500"])
