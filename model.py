@@ -10,8 +10,8 @@ Seam 2, `run_block(layer, block, x, meta)`: the layer loop calls each block thro
     model.logits(x)                       scores of every token of the vocabulary, (B, T, V)
 
 In reading order: config, batch, the whole model, block, attention, and the metadata that attention
-reads. A BERT (bert.py) has other blocks and heads. Named sizes and their costs are in
-support/sizes.py.
+reads. A BERT (bert.py) has other blocks and heads. Named sizes are in support/settings.py, what
+they cost in support/sizes.py.
 
 GPT:   Radford et al. 2019 (GPT-2): pre-LN, learned positions or rotary (2104.09864).
 Llama: Touvron et al. 2023 (2302.13971): RMSNorm (1910.07467), SwiGLU (2002.05202), no biases; with
