@@ -25,7 +25,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -192,25 +192,18 @@ class Evaluation:
         Raises:  ValueError if there is no target, for example if none of a few tokens is masked
         """
 
+        scorer = Scorer(model, runtime, micro_batch, show)
         of_each = []
         for part in self.parts:
-
-            def sums(measure: Measure, columns: int, rows: Rows, store=part.store) -> np.ndarray:
-                def read(some: Rows) -> Batch:  # a BERT's masks are the same every time
-                    return self.task.batch(store, some, self.seq_len, rows, "mask")
-
-                return sums_by_piece(
-                    measure, columns, rows, read, model, runtime, micro_batch, show
-                )
-
-            of_piece = sums(self.nats, 3, part.text.rows)
+            of_piece = scorer.sums(self.nats, 3, part.text.rows, self.reader(part, part.text))
             numbers = part.text.document
             nats, targets, size = sum_by_key(numbers, len(part.documents), of_piece.T).T
             if not targets.any():
                 raise ValueError(f"{part.store.path}: no target in {part.description}")
             right = pairs = 0
             if part.pairs:
-                right, pairs = sums(pair_scores, 2, part.pairs.rows).sum(axis=0)
+                read = self.reader(part, part.pairs)
+                right, pairs = scorer.sums(pair_scores, 2, part.pairs.rows, read).sum(axis=0)
             chosen = np.arange(len(part.documents)) if part.is_whole else np.unique(numbers)
             scores = DocumentScores(
                 numbers=chosen + part.documents.start,
@@ -222,6 +215,14 @@ class Evaluation:
             )
             of_each.append(scores)
         return of_each
+
+    def reader(self, part: HeldOutText, packed: PackedText) -> Callable[[Rows], Batch]:
+        """Return what reads some of these rows; a BERT's masks are the same every time."""
+
+        def read(rows: Rows) -> Batch:
+            return self.task.batch(part.store, rows, self.seq_len, packed.rows, "mask")
+
+        return read
 
     def nats(self, model: nn.Module, runtime: Runtime, batch: Batch) -> tuple[Tensor, ...]:
         """Measure each target: its nats, 1 to count it, and its bytes."""
@@ -269,37 +270,39 @@ def pair_scores(model: nn.Module, runtime: Runtime, batch: Batch) -> tuple[Tenso
     return batch.answers, right, torch.ones(len(right))
 
 
-@torch.no_grad()
-def sums_by_piece(
-    measure: Measure,
-    columns: int,
-    rows: Rows,
-    read: Callable[[Rows], Batch],
-    model: nn.Module,
-    runtime: Runtime,
-    micro_batch: int,
-    show: bool,
-) -> np.ndarray:
-    """Sum the columns of a measure over the tokens of each piece: (pieces, columns) float64.
+@dataclass(frozen=True)
+class Scorer:
+    """Runs a model over packed rows, shared among the ranks."""
 
-    Every rank gets the same sums. Any number of ranks adds the same numbers in the same order.
+    model: nn.Module
+    runtime: Runtime
+    micro_batch: int  # rows that each rank runs at a time
+    show: bool  # a progress bar on rank 0
 
-    Args: read reads the text of some of the rows
-    """
-    sums = np.zeros((len(rows.pieces), columns))
-    turns = -(-len(rows) // (micro_batch * runtime.world_size))
-    hidden = None if show and runtime.is_rank0 else True  # None: show it on a terminal
-    mine = rows_of_rank(model, len(rows), micro_batch, runtime)
-    with evaluating(model):
-        for numbers in tqdm(mine, total=turns, unit="batch", disable=hidden, leave=False):
-            some = rows.select(numbers)
-            batch = read(some)
-            with runtime.autocast():
-                at, *values = measure(model, runtime, batch)
-            piece = torch.from_numpy(some.offsets[:-1, None]) + batch.doc_ids  # (B, T)
-            first, n = rows.offsets[numbers[0]], len(some.pieces)
-            sums[first : first + n] = sum_by_key(piece.flatten()[at], n, values)
-    return runtime.reduce(torch.from_numpy(sums)).numpy()
+    @torch.no_grad()
+    def sums(
+        self, measure: Measure, columns: int, rows: Rows, read: Callable[[Rows], Batch]
+    ) -> np.ndarray:
+        """Sum the columns of a measure over the tokens of each piece: (pieces, columns) float64.
+
+        Every rank gets the same sums. Any number of ranks adds the same numbers in the same order.
+
+        Args: read reads the text of some of the rows
+        """
+        runtime, sums = self.runtime, np.zeros((len(rows.pieces), columns))
+        turns = -(-len(rows) // (self.micro_batch * runtime.world_size))
+        hidden = None if self.show and runtime.is_rank0 else True  # None: show it on a terminal
+        mine = rows_of_rank(self.model, len(rows), self.micro_batch, runtime)
+        with evaluating(self.model):
+            for numbers in tqdm(mine, total=turns, unit="batch", disable=hidden, leave=False):
+                some = rows.select(numbers)
+                batch = read(some)
+                with runtime.autocast():
+                    at, *values = measure(self.model, runtime, batch)
+                piece = torch.from_numpy(some.offsets[:-1, None]) + batch.doc_ids  # (B, T)
+                first, n = rows.offsets[numbers[0]], len(some.pieces)
+                sums[first : first + n] = sum_by_key(piece.flatten()[at], n, values)
+        return runtime.reduce(torch.from_numpy(sums)).numpy()
 
 
 def sum_by_key(key: np.ndarray | Tensor, keys: int, columns: Sequence) -> np.ndarray:

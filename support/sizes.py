@@ -1,8 +1,8 @@
-"""Named model sizes: the settings they imply, and what a model costs in bytes and FLOPs.
+"""What a model costs: parameters, bytes and FLOPs; and how many rows a micro-batch has.
 
     python train.py --size nano                   the embedded corpus, a vocabulary of 4,160
 
-    with_defaults     4 layers and heads, width 128, rows of 2,048, steps of 8,192 tokens
+    SIZES["nano"]     4 layers and heads, width 128, rows of 2,048, steps of 8,192 tokens
     parameter_count   1,858,304: embedding and head 532,480 each, the blocks' matrices 786,432,
                       biases and norms 6,912
     state_bytes       (support/optim.py) weights 7.4 MB, gradients 7.4 MB, optimizer state 11.7 MB
