@@ -354,7 +354,7 @@ class Bert(Transformer):
             self.head,
             self.mlm_bias,
             targets.index_select(0, at),
-            shares=None if weights is None else weights.index_select(0, at),
+            target_weights=None if weights is None else weights.index_select(0, at),
         )
         if batch.answers is not None:
             at = on_device(batch.answers, x.device)

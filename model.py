@@ -259,7 +259,9 @@ class Transformer(nn.Module):
         """Return the loss of hidden states x (B, T, C), summed over targets, in nats; a scalar."""
         weights = None if batch.weights is None else batch.weights.flatten()
         targets = batch.targets.flatten()  # (B T,)
-        return linear_cross_entropy(x.flatten(0, 1), self.head, None, targets, shares=weights)
+        return linear_cross_entropy(
+            x.flatten(0, 1), self.head, None, targets, target_weights=weights
+        )
 
     @torch.no_grad()
     def losses(self, x: Tensor, batch: Batch) -> Tensor:

@@ -35,13 +35,13 @@ def reference(
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    shares: Tensor | None = None,
+    target_weights: Tensor | None = None,
 ) -> Tensor:
     """Compute the loss by its definition. V = 50,304 and N = 32,768 take three arrays of 6 GB."""
     logits = F.linear(x, weight, bias)  # (N, V)
-    if shares is None:
+    if target_weights is None:
         return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
-    return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none") @ shares
+    return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none") @ target_weights
 
 
 def losses_by_torch(
@@ -49,7 +49,7 @@ def losses_by_torch(
     matrix: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    shares: Tensor | None,
+    target_weights: Tensor | None,
     wants_gradient: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the losses of some rows, and their gradient with respect to the logits.
@@ -60,7 +60,9 @@ def losses_by_torch(
     """
     exact = torch.promote_types(x.dtype, torch.float32)
     is_ignored, target = (targets == IGNORE)[:, None], targets.clamp(min=0)[:, None]
-    counts = ~is_ignored if shares is None else ~is_ignored * shares[:, None].to(exact)
+    counts = (
+        ~is_ignored if target_weights is None else ~is_ignored * target_weights[:, None].to(exact)
+    )
     logits = F.linear(x, matrix).to(exact)  # (rows, V)
     if bias is not None:
         logits += bias
@@ -86,13 +88,13 @@ if triton is not None:
         return tl.where(col < V, value, float("-inf"))
 
     # Do not specialize arguments that differ between chunks, or each variant would be compiled.
-    @triton.jit(do_not_specialize=["losses", "targets", "shares", "V"])
+    @triton.jit(do_not_specialize=["losses", "targets", "target_weights", "V"])
     def losses_kernel(
         losses,  # (rows,) float32
         logits,  # (rows, V), overwritten by the gradient
         bias,  # (stride,) float32, or None: 0
         targets,  # (rows,) int64
-        shares,  # (rows,), or None: 1
+        target_weights,  # (rows,), or None: 1
         V,
         stride,  # of a row of logits
         IGNORED: tl.constexpr,
@@ -122,8 +124,8 @@ if triton is not None:
             if bias is not None:
                 score += tl.load(bias + target, mask=is_token, other=0.0)
             share = 1.0
-            if shares is not None:
-                share = tl.load(shares + row).to(tl.float32)
+            if target_weights is not None:
+                share = tl.load(target_weights + row).to(tl.float32)
             top = -3.4e38  # finite, so that -inf - top is -inf and not NaN
             powers = tl.zeros((COLS,), tl.float32)
             for first in range(0, V, COLS):
@@ -147,7 +149,7 @@ def losses_by_triton(
     matrix: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    shares: Tensor | None,
+    target_weights: Tensor | None,
     wants_gradient: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Like `losses_by_torch`, but dlogits has the dtype of x and overwrites the logits.
@@ -162,10 +164,12 @@ def losses_by_triton(
     nats = torch.empty(rows, dtype=torch.float32, device=x.device)
     if bias is not None:
         bias = F.pad(bias.float(), (0, stride - V))
-    targets, shares = (None if t is None else t.contiguous() for t in (targets, shares))
+    targets, target_weights = (
+        None if t is None else t.contiguous() for t in (targets, target_weights)
+    )
     constants = {"IGNORED": IGNORE, "GRADIENT": wants_gradient, "COLS": COLS, "num_warps": WARPS}
     with torch.cuda.device_of(x):
-        losses_kernel[(rows,)](nats, logits, bias, targets, shares, V, stride, **constants)
+        losses_kernel[(rows,)](nats, logits, bias, targets, target_weights, V, stride, **constants)
     return nats, logits if wants_gradient else None
 
 
@@ -203,7 +207,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        shares: Tensor | None,
+        target_weights: Tensor | None,
         grads: bool,
         impl: str,
     ) -> Tensor:
@@ -216,8 +220,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(device, enabled=False):
             for rows in chunks(len(x), len(weight), device):
                 x_rows = x[rows].to(dtype)
-                count = None if shares is None else shares[rows]
-                nats, dlogits = LOSSES[impl](x_rows, matrix, bias, targets[rows], count, grads)
+                weights = None if target_weights is None else target_weights[rows]
+                nats, dlogits = LOSSES[impl](x_rows, matrix, bias, targets[rows], weights, grads)
                 loss += nats.sum()
                 if not grads:
                     continue
@@ -312,7 +316,7 @@ def linear_cross_entropy(
     bias: Tensor | None,
     targets: Tensor,
     impl: str = "auto",
-    shares: Tensor | None = None,
+    target_weights: Tensor | None = None,
 ) -> Tensor:
     """Sum the cross-entropy, in nats, of the logits x @ weight.T + bias over the targets.
 
@@ -320,7 +324,7 @@ def linear_cross_entropy(
              weight  (V, C) float
              bias    (V,) float, or None
              targets (N,) int64, 0 to V - 1; a row whose target is IGNORE has no loss
-             shares  (N,) float: the weight of each target's loss; None: 1 for each
+             target_weights  (N,) float: the weight of each target's loss; None: 1 for each
              impl    auto | reference | chunked | triton. auto is triton for 16-bit products on a
                      GPU that Triton compiles for, else chunked, which needs less memory than the
                      reference and, on a CPU, less time (results/kernels.jsonl)
@@ -334,5 +338,7 @@ def linear_cross_entropy(
     """
     impl = chosen_impl(x.device.type, product_dtype(x), impl)
     if impl == "reference":
-        return reference(x, weight, bias, targets, shares)
-    return LinearCrossEntropy.apply(x, weight, bias, targets, shares, torch.is_grad_enabled(), impl)
+        return reference(x, weight, bias, targets, target_weights)
+    return LinearCrossEntropy.apply(
+        x, weight, bias, targets, target_weights, torch.is_grad_enabled(), impl
+    )

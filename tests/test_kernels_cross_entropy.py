@@ -56,41 +56,43 @@ def every_other(t: torch.Tensor) -> torch.Tensor:
     return t.repeat_interleave(2, dim=-1)[..., ::2]
 
 
-shares = torch.rand(FEW, generator=torch.Generator().manual_seed(1))
+target_weights = torch.rand(FEW, generator=torch.Generator().manual_seed(1))
 x, weight, bias, targets = head()
 impossible = torch.where(torch.arange(V) < 17, -torch.inf, bias)
-CASES = {  # x, weight, bias, targets, shares
+CASES = {  # x, weight, bias, targets, target_weights
     "one row": head(1),
     "no rows": head(0),
     "several chunks": head(),
     "no bias": [x, weight, None, targets],
     "all ignored": head(5, ignored=1.0),
     "large logits": [1e4 * x, weight, bias, targets],
-    "shares": [x, weight, bias, targets, shares],
-    "not contiguous": [every_other(t) for t in (x, weight, bias, targets, shares)],
+    "target_weights": [x, weight, bias, targets, target_weights],
+    "not contiguous": [every_other(t) for t in (x, weight, bias, targets, target_weights)],
     "a block of columns of probability 0": [x, weight, impossible, targets.clamp(min=17)],
 }
 WAYS = [*product(CASES, [torch.float32, torch.bfloat16]), ("several chunks", torch.float16)]
 
 
-def place(dtype: torch.dtype, device: str, x, weight, bias, targets, shares=None) -> list:
+def place(dtype: torch.dtype, device: str, x, weight, bias, targets, target_weights=None) -> list:
     """Move inputs to a device and dtype, keep their strides, and make leaves require gradients."""
     leaves = [t if t is None else t.detach().to(device, dtype) for t in (x, weight, bias)]
     for leaf in leaves:
         if leaf is not None:
             leaf.requires_grad_()
-    shares = None if shares is None else shares.to(device, dtype)
-    return [*leaves, targets.to(device), shares]
+    target_weights = None if target_weights is None else target_weights.to(device, dtype)
+    return [*leaves, targets.to(device), target_weights]
 
 
-def loss_and_gradients(impl: str, x, weight, bias, targets, shares=None) -> list[torch.Tensor]:
+def loss_and_gradients(
+    impl: str, x, weight, bias, targets, target_weights=None
+) -> list[torch.Tensor]:
     """Return the loss, and the gradients of 0.37 times the loss."""
     leaves = [leaf for leaf in (x, weight, bias) if leaf is not None]
-    loss = linear_cross_entropy(x, weight, bias, targets, impl, shares)
+    loss = linear_cross_entropy(x, weight, bias, targets, impl, target_weights)
     return [loss, *torch.autograd.grad(0.37 * loss, leaves)]
 
 
-def loss_of_each(x, weight, bias, targets, shares=None) -> torch.Tensor:
+def loss_of_each(x, weight, bias, targets, target_weights=None) -> torch.Tensor:
     return F.cross_entropy(F.linear(x, weight, bias), targets, reduction="none")
 
 
@@ -174,15 +176,15 @@ def test_a_target_outside_the_vocabulary_makes_the_kernels_loss_nan():
 
 
 def test_losses_equal_an_example_worked_by_hand():
-    """With an ignored target, and with shares of 0.4 and 0."""
+    """With an ignored target, and with target_weights of 0.4 and 0."""
     needs_triton()
     x, weight = torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.eye(2)
     expected = torch.tensor(1 + 1 / torch.e).log()  # -log softmax([1, 0])[0]
     for impl in cross_entropy.IMPLS:
         loss = linear_cross_entropy(x, weight, None, torch.tensor([0, IGNORE]), impl)
         torch.testing.assert_close(loss, expected)
-        shares = torch.tensor([0.4, 0])
-        loss = linear_cross_entropy(x, weight, None, torch.tensor([0, 0]), impl, shares)
+        target_weights = torch.tensor([0.4, 0])
+        loss = linear_cross_entropy(x, weight, None, torch.tensor([0, 0]), impl, target_weights)
         torch.testing.assert_close(loss, 0.4 * expected)
 
 
