@@ -226,8 +226,8 @@ class Evaluation:
 
     def nats(self, model: nn.Module, runtime: Runtime, batch: Batch) -> tuple[Tensor, ...]:
         """Measure each target: its nats, 1 to count it, and its bytes."""
-        on_device = batch.to(runtime.device)
-        losses = model.losses(model(*on_device.inputs), on_device).cpu()  # (B, T)
+        moved = batch.to(runtime.device)
+        losses = model.losses(model(*moved.inputs), moved).cpu()  # (B, T)
         is_target = batch.targets != IGNORE
         nats, targets = losses[is_target].double(), batch.targets[is_target].numpy()
         return is_target.flatten(), nats, torch.ones_like(nats), self.byte_lengths[targets]
@@ -265,8 +265,8 @@ Measure = Callable[[nn.Module, Runtime, Batch], tuple[Tensor, ...]]
 
 def pair_scores(model: nn.Module, runtime: Runtime, batch: Batch) -> tuple[Tensor, ...]:
     """Measure each pair: 1 if a BERT is right about it, else 0; and 1 to count it."""
-    on_device = batch.to(runtime.device)
-    right = model.right_answers(model(*on_device.inputs), on_device).cpu()
+    moved = batch.to(runtime.device)
+    right = model.right_answers(model(*moved.inputs), moved).cpu()
     return batch.answers, right, torch.ones(len(right))
 
 
@@ -292,9 +292,12 @@ class Scorer:
         runtime, sums = self.runtime, np.zeros((len(rows.pieces), columns))
         turns = -(-len(rows) // (self.micro_batch * runtime.world_size))
         hidden = None if self.show and runtime.is_rank0 else True  # None: show it on a terminal
-        mine = rows_of_rank(self.model, len(rows), self.micro_batch, runtime)
+        mine = shares_of_rank(len(rows), self.micro_batch, runtime)
         with evaluating(self.model):
             for numbers in tqdm(mine, total=turns, unit="batch", disable=hidden, leave=False):
+                if not len(numbers):
+                    self.take_part()
+                    continue
                 some = rows.select(numbers)
                 batch = read(some)
                 with runtime.autocast():
@@ -304,29 +307,26 @@ class Scorer:
                 sums[first : first + n] = sum_by_key(piece.flatten()[at], n, values)
         return runtime.reduce(torch.from_numpy(sums)).numpy()
 
+    def take_part(self) -> None:
+        """Run a sharded model on one token: its weights are gathered from all ranks."""
+        if is_sharded(self.model):
+            with self.runtime.autocast():
+                self.model(torch.zeros(1, 1, dtype=torch.int64, device=self.runtime.device))
+
 
 def sum_by_key(key: np.ndarray | Tensor, keys: int, columns: Sequence) -> np.ndarray:
     """Sum each column by key: (keys, columns)."""
     return np.stack([np.bincount(key, column, keys) for column in columns], axis=1)
 
 
-def rows_of_rank(
-    model: nn.Module, count: int, micro_batch: int, runtime: Runtime
-) -> Iterator[np.ndarray]:
-    """Yield the numbers of this rank's rows, `micro_batch` at a time.
-
-    In the last round some ranks may have no rows. If the model is sharded, they run it on one
-    token, because its weights are gathered from all ranks.
+def shares_of_rank(count: int, micro_batch: int, runtime: Runtime) -> Iterator[np.ndarray]:
+    """Yield the numbers of this rank's rows, `micro_batch` at a time; in the last round maybe none.
 
     Example: 10 rows, two ranks, 3 at a time: rank 0 has 0 1 2, then 6 7 8; rank 1 3 4 5, then 9
     """
     for turn in range(0, count, runtime.world_size * micro_batch):
         first = turn + runtime.rank * micro_batch
-        if first < count:
-            yield np.arange(first, min(first + micro_batch, count))
-        elif is_sharded(model):
-            with torch.no_grad(), runtime.autocast():
-                model(torch.zeros(1, 1, dtype=torch.int64, device=runtime.device))
+        yield np.arange(first, max(min(first + micro_batch, count), first))
 
 
 # ---- the command

@@ -46,7 +46,10 @@ MODES, PACES = ("random", "bypass"), ("linear", "root", "constant")
 class LtdConfig:
     on: bool = flag("--ltd", False, "drop random tokens in all layers except the first and last")
     mode: str = flag(
-        "--ltd-mode", "random", "draw per layer, or once for all, as in TokenBypass", MODES
+        "--ltd-mode",
+        "random",
+        "random: one draw per layer; bypass: one for all (TokenBypass)",
+        MODES,
     )
     start: int | None = flag(
         "--ltd-start", None, "tokens kept at the start (default: --seq-len / 16)", least=1

@@ -21,8 +21,8 @@ copies time, and what is outside the blocks goes last. The command below needs 2
 Losses do not change. With several ranks only optimizer state is offloaded, because DDP keeps the
 gradients. In reading order, with the function of train.py that calls it: `preview` (run_training);
 `placement_for` and `Offload` (assemble), and its methods `wrap_block` (block_runner),
-`around_backward` (backward), `step` (train_step: a GPU orthogonalises for Muon, to which each step
-copies the directions and back), `weights` (state).
+`around_backward` (backward), `step` (train_step) and `weights` (state). With Muon, each step copies
+the directions to the GPU, orthogonalises them there, and copies them back.
 
 Papers: Ren et al., arXiv 2101.06840 (ZeRO-Offload); Lin et al., arXiv 2110.03888 (granular: only
         as much as needed; it came without code, so the order is ours)

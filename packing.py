@@ -16,6 +16,7 @@ Packing acts where the code says `settings.pack.on`:
 
     config.py   build, check      `resolved` fills in defaults and refuses what cannot work
                 samples_kind      samples are pieces of documents, not rows of the stream
+    announce.py announce          says how attention keeps documents apart
     plan.py     Plan.__init__     the pace of a length curriculum; whether steps share windows
                 Plan.rows_of_step sorts packed rows, so that ranks get equal work
                 Plan.window       calls `packed`, and so `pack_lengths`

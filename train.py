@@ -12,11 +12,11 @@ with --dropout, whose masks are drawn for each micro-batch). One step, in the or
     read_ahead           plan.py: draw samples, pack them into rows, read this rank's rows as a
                          Batch; it plans the next step while this one computes
     next_trainer         --pseudo: rebuild the model where a stage has ended
-    Trainer.backward     forward and backward, one micro-batch at a time; `block_runner` runs each
+    Trainer.train_step   calls `backward`; with --pseudo averages the gradients of shared weights;
+                         clips them; updates the weights, on the host where --offload keeps them
+      Trainer.backward   forward and backward, one micro-batch at a time; `block_runner` runs each
                          block on the tokens that --ltd keeps; --offload brings a block's weights
                          before it runs and takes its gradients away
-    Trainer.train_step   --pseudo: average the gradients of shared weights; clip them; update the
-                         weights, on the host where --offload keeps them
     train                advance the clock, write a line of the log, evaluate and save if due
 """
 
@@ -135,7 +135,10 @@ def run_training(run: Run, data: Data, micro_batch: int) -> int:
         peak_flops=peak_flops(runtime),
     )
     runtime.say(f"run: {run.folder}")
-    stopped_by = train(run, data, plan, trainer)
+    # Only `train` may hold the trainer, or a stage of --pseudo would not free the one before.
+    trainers = [trainer]
+    del model, trainer
+    stopped_by = train(run, data, plan, trainers.pop())
     if stopped_by == 0:
         return 0
     runtime.say(f"stopped at step {run.clock.step}; continue with --resume --out {run.folder}")

@@ -9,7 +9,8 @@ implementation; the public function.
     y = packed_attention(q, k, v, documents)                 # in every layer
 
     dense   torch's attention under a (T, T) mask: computes every score of a row
-    groups  on a CPU: batches documents of similar length (attention_groups.py)
+    groups  on a CPU: batches documents of similar length (attention_groups.py); adaptive is
+            groups or dense, whichever is less work for a batch
     triton  on a GPU: multiplies tiles of queries only with the tiles of keys that their documents
             reach (attention_tiles.py)
 

@@ -15,7 +15,8 @@ and "best_step".
 """
 
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -107,7 +108,8 @@ def find(folder: str | Path, which: str) -> Path:
     if which == "last" and steps:
         return steps[-1]
     if which == "best" and steps:
-        best = step_path(folder, outline(steps[-1])["best_step"])
+        with refusing_damage(steps[-1]):
+            best = step_path(folder, outline(steps[-1])["best_step"])
         if best in steps:
             return best
     if which not in WORDS and Path(which).exists():
@@ -133,12 +135,18 @@ def load(path: str | Path, runtime: Runtime = ALONE, *, sharded: bool = False) -
 
 def read(path: Path) -> dict:
     """Compare the CRC32 of every record, then read the file into host memory."""
-    try:
+    with refusing_damage(path):
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
         if damaged:
             raise ValueError(f"the CRC32 of {damaged} does not match")
         return torch.load(path, "cpu", weights_only=True)
+
+
+@contextmanager
+def refusing_damage(path: Path) -> Iterator[None]:
+    try:
+        yield
     except FileNotFoundError:
         raise
     except Exception as error:  # zipfile, pickle and torch raise many kinds for a bad file

@@ -33,7 +33,7 @@ MULTIPLE = 8  # lengths are multiples of 8: fewer shapes, and matrix units work 
 class Cursor(NamedTuple):
     """Where in the text the next rows come from; plan.py's header walks through three steps."""
 
-    first_draw: int = 0  # of the next row; with --pack, of the window that holds the next row
+    first_draw: int = 0  # number of the draw at which the next row, or its window, begins
     stage_first_draw: int = 0  # the first draw from the current pool of samples
     drawn_at_tokens: int = 0  # consumed tokens when that window, or the last step, was drawn
     row: int = 0  # with --pack: how many rows of the window have been used
@@ -45,7 +45,7 @@ class Clock(NamedTuple):
     step: int = 0
     consumed_tokens: int = 0  # what --tokens limits, see effective_tokens
     real_tokens: int = 0  # tokens read, including a BERT's [CLS] and [SEP] but not padding
-    layer_tokens: int = 0  # positions, each times the layers it ran through, including padding
+    layer_tokens: int = 0  # sum over layers of the positions that each processed, padding included
     positions: int = 0  # of all rows, including padding
     pieces: int = 0  # pieces of documents placed in rows
     flops: int = 0  # needed on all ranks together, see flops_of_step in support/sizes.py

@@ -13,8 +13,8 @@ blocks of width 128:
 
     c_attn        4 of 384 x 128   12 matrices of 128 x 128: `newton_schulz`
     attn.c_proj   4 of 128 x 128    4 matrices: the same
-    mlp.c_fc      4 of 512 x 128    4 matrices: one side is 4 times the other, so in fp32
-    mlp.c_proj    4 of 128 x 512    4 matrices  `newton_schulz_by_gram`
+    mlp.c_fc      4 of 512 x 128    4 matrices: in fp32 `newton_schulz_by_gram`, because one side
+    mlp.c_proj    4 of 128 x 512    4 matrices  is 4 times the other
     the rest      embedding, head, biases, norms: AdamW
 
 With several ranks, each orthogonalises a share of every batch, and they exchange the results; with

@@ -288,17 +288,28 @@ LAYOUTS = (GPT2_LAYOUT, BERT_LAYOUT, LLAMA_LAYOUT)
 # they do not change what our model computes (notes, dropout, generation, other heads, memory),
 # they show in the entries of the file, or `published_settings` checks them (rotary angles).
 HARMLESS = re.compile(
-    r"_\w+|architectures|\w*dtype|(model_)?type|name_or_path|transformers\S+|unsloth_\w+|\w+_class"
-    r"|\w+_pdrop|\w*dropout(_prob)?|initializer_range|gradient_\w+|pretraining_tp|chunk_size_\w+"
-    r"|\w+_token_id|(max|min|max_sequence)_length|\w+_penalty|\w*no_repeat_ngram_size|top_[kp]"
-    r"|num_(beams|beam_groups|labels|return_sequences)|do_sample|early_stopping|temperature|prefix"
-    r"|bad_words_ids|\w*suppress_tokens|typical_p|remove_invalid_values|(output|summary|pooler)_\w+"
-    r"|use_(cache|return_dict|bfloat16)|return_dict\w*|torchscript|tf_legacy_loss|xla_device|factor"
-    r"|id2label|label2id|task_specific_params|finetuning_task|problem_type|predict_special_tokens"
-    r"|is_(decoder|encoder_decoder|llama_config)|tie_(encoder_decoder|word_embeddings)|pruned_heads"
-    r"|\w*cross_attention\w*|directionality|attn_implementation|reorder_and_upcast_attn|n_ctx|bias"
-    r"|(vocab|block|type_vocab)_size|head_dim|attention_bias|mlp_bias|rope_(type|scaling|parameters)"
-    r"|(low|high)_freq_factor|original_max_position_embeddings"
+    "|".join(
+        (
+            # where a model comes from, and its classes
+            r"_\w+|architectures|\w*dtype|(model_)?type|name_or_path|transformers\S+|unsloth_\w+",
+            r"\w+_class|is_(decoder|encoder_decoder|llama_config)|directionality",
+            # training, and how it is computed
+            r"\w+_pdrop|\w*dropout(_prob)?|initializer_range|gradient_\w+|chunk_size_\w+|pruned_heads",
+            r"attn_implementation|pretraining_tp|reorder_and_upcast_attn|torchscript|xla_device",
+            r"use_(cache|return_dict|bfloat16)|return_dict\w*|tf_legacy_loss",
+            # generation
+            r"\w+_token_id|(max|min|max_sequence)_length|\w+_penalty|\w*no_repeat_ngram_size|prefix",
+            r"num_(beams|beam_groups|return_sequences)|do_sample|early_stopping|temperature|top_[kp]",
+            r"bad_words_ids|\w*suppress_tokens|typical_p|remove_invalid_values",
+            # other heads and tasks
+            r"(output|summary|pooler)_\w+|num_labels|id2label|label2id|\w*cross_attention\w*",
+            r"task_specific_params|finetuning_task|problem_type|predict_special_tokens",
+            # checked elsewhere
+            r"(vocab|block|type_vocab)_size|head_dim|n_ctx|bias|attention_bias|mlp_bias|factor",
+            r"rope_(type|scaling|parameters)|(low|high)_freq_factor|original_max_position_embeddings",
+            r"tie_(encoder_decoder|word_embeddings)",
+        )
+    )
 )
 PREFIX = re.compile(r"^((module|_orig_mod)\.)*((transformer|bert|model)\.)?")
 HEADS = ("cls.", "lm_head.")  # entries without the prefix `base`

@@ -3,6 +3,7 @@
 import copy
 import re
 import shutil
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -280,3 +281,19 @@ def test_a_shadow_is_evaluated_and_sampled_like_any_model(folder_of, capsys, mon
         evaluate.main([str(run), "--checkpoint", shadow, "--device", "cpu", "--tokens", "500"])
         assert "bits per byte" in capsys.readouterr().out
         sample.main([str(run), "--checkpoint", shadow, "--prompt", "", "--tokens", "5"])
+
+
+def test_a_stage_frees_the_trainer_of_the_one_before(run, monkeypatch):
+    """Otherwise the weights and optimizer state of the first stage would stay to the end."""
+    before, alive, next_trainer = [], [], train.next_trainer
+
+    def noting(trainer, step, log):
+        alive.append([of() is not None for of in before])
+        new = next_trainer(trainer, step, log)
+        if new is not trainer:
+            before.append(weakref.ref(trainer))
+        return new
+
+    monkeypatch.setattr(train, "next_trainer", noting)
+    run(f"{SHORT} --pseudo --pseudo-layers 2 --pseudo-until 0.5")
+    assert alive[-1] == [False]
