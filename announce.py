@@ -1,7 +1,9 @@
-"""What train.py prints about a run: before it starts, and what it took.
+"""What train.py prints about a run, before it starts and at its end.
 
-announce    model, memory, batch, data and what lies ahead: all that --dry-run prints
-spent       tokens, FLOPs and time, beside the same run without techniques
+    announce    model, memory, batch, data and what lies ahead: all that --dry-run prints
+    spent       tokens, FLOPs and time, beside the same run without techniques
+
+`Plan.forecast` estimates what lies ahead. Nothing here changes a run.
 """
 
 from kernels.packed_attention import IMPLS, chosen_impl
