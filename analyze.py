@@ -43,7 +43,8 @@ from curriculum import LENGTHS, Ranking
 from data import ADDED_TOKENS, KINDS, Samples
 from support import process, runtime
 from support.runtime import Runtime
-from support.store import Store, atomic_folder, atomic_write, folder_lock, get_encoding, sha256_of
+from support.store import Store, atomic_folder, atomic_write, folder_lock, sha256_of
+from support.tokenizer import get_encoding
 
 BLOCK = 1 << 18  # tokens measured together: they fit the cache of a core
 SHARD = 1 << 20  # samples; they take seconds

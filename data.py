@@ -45,7 +45,8 @@ from prepare import embedded_store
 from support.clock import MULTIPLE, shuffled
 from support.runtime import Runtime
 from support.settings import DataConfig
-from support.store import Store, atomic_write, byte_lengths, get_encoding
+from support.store import Store, atomic_write
+from support.tokenizer import byte_lengths, get_encoding
 
 
 class Data(NamedTuple):

@@ -36,7 +36,8 @@ from torch import Tensor, nn
 
 from prepare import embedded_store
 from support.clock import bits, seed_of, shuffled
-from support.store import Store, byte_lengths, get_encoding
+from support.store import Store
+from support.tokenizer import byte_lengths, get_encoding
 
 SEED = 1337
 L, H, C, T = 4, 4, 128, 2048

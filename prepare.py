@@ -19,6 +19,7 @@ the training documents, and makes no store.
     python prepare.py --tokens-from data/openwebtext/train.bin --tokenizer gpt2 --out runs/owt
 """
 
+import base64
 import gzip
 import io
 import json
@@ -39,7 +40,7 @@ import numpy as np
 import tiktoken
 from tqdm import tqdm
 
-from support import process, store
+from support import process, store, tokenizer
 from support.process import several, whole_number
 
 BLOCK = 1 << 22  # characters of text, or tokens, read at a time
@@ -54,8 +55,8 @@ def embedded_store(name: str) -> Path:
     It is in .cache of the repository, or in the user's cache if the repository is read-only, and is
     named by the tokenizer and the corpus file, so another corpus gets another store.
     """
-    corpus, encoding = process.ROOT / "corpus" / "pd-mix.jsonl.gz", store.get_encoding(name)
-    made_of = f"{store.fingerprint(encoding)[:12]}-{zlib.crc32(corpus.read_bytes()):08x}"
+    corpus, encoding = process.ROOT / "corpus" / "pd-mix.jsonl.gz", tokenizer.get_encoding(name)
+    made_of = f"{tokenizer.fingerprint(encoding)[:12]}-{zlib.crc32(corpus.read_bytes()):08x}"
     folder = process.ROOT / ".cache" / f"pd-mix-{made_of}"
     if not folder.exists() and not os.access(process.ROOT, os.W_OK):
         home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
@@ -436,6 +437,13 @@ def print_summary(made: store.Store) -> None:
         print(f"skipped   {meta['skipped']:>14,}   documents without text")
 
 
+def write_ranks(path: Path, ranks: dict[bytes, int]) -> None:
+    """Write a .tiktoken file, whole or not at all."""
+    with store.atomic_write(path) as out:
+        for token, rank in ranks.items():
+            out.write(b"%s %d\n" % (base64.b64encode(token), rank))
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = process.Parser(prog="prepare.py", description=__doc__.split(":")[0])
     flag = parser.add_argument
@@ -443,7 +451,7 @@ def main(argv: list[str] | None = None) -> None:
     flag("--tokens-from", type=Path, help="tokens instead: nanoGPT's train.bin, val.bin beside it")
     flag("--tokens-dtype", choices=["uint32"], help="of that file (16 bits, unless ids need 32)")
     flag("--out", type=Path, required=True, help="folder of the new store")
-    flag("--tokenizer", help=f"{store.NAMES} (pd4k)")
+    flag("--tokenizer", help=f"{tokenizer.NAMES} (pd4k)")
     flag("--learn-ranks", type=whole_number, help="learn a tokenizer of this size, make no store")
     holdout = "hold out one document in N, or the last 1/N of a single text; 0: none (20)"
     flag("--holdout", type=whole_number, metavar="N", help=holdout)
@@ -468,10 +476,10 @@ def main(argv: list[str] | None = None) -> None:
         n_ranks = given.pop("learn_ranks")
         documents = Corpus(inputs, **given).documents()
         texts = (document.text for document in documents if not document.held_out)
-        store.write_ranks(out, store.learn_ranks(texts, n_ranks))
+        write_ranks(out, tokenizer.learn_ranks(texts, n_ranks))
         return
     name = given.pop("tokenizer", "pd4k")
-    encoding = store.get_encoding(name)
+    encoding = tokenizer.get_encoding(name)
     if name.endswith((".tiktoken", ".model")):
         name = str(Path(name).resolve())  # so that it works from any folder
     if inputs:

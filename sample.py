@@ -31,7 +31,7 @@ from support import checkpoint, process, runtime
 from support import clock as rng
 from support.fsdp import evaluating, of_rank0
 from support.process import count
-from support.store import get_encoding, vocab_size
+from support.tokenizer import get_encoding, vocab_size
 from support.weights import real_weights, running_layers
 
 

@@ -43,7 +43,8 @@ from support.published import (
 )
 from support.run import ModelSize
 from support.settings import SIZES, Flat, ModelConfig, Settings, as_flags, usual_lr, with_defaults
-from support.store import atomic_folder, fingerprint, get_encoding, vocab_size
+from support.store import atomic_folder
+from support.tokenizer import fingerprint, get_encoding, vocab_size
 
 # ---- --init
 

@@ -34,7 +34,7 @@ from kernels.triton_here import tl, triton
 from prepare import prepare
 from support.clock import Clock
 from support.process import exit_cleanly
-from support.store import get_encoding
+from support.tokenizer import get_encoding
 
 
 def restore_signals() -> None:

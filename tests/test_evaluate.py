@@ -21,7 +21,8 @@ from bert import BertConfig, BertTask, SpecialIds
 from data import Data, GptTask, Rows
 from evaluate import DocumentScores, Evaluation, HeldOut
 from model import Transformer, TransformerConfig
-from support.store import Store, byte_lengths, get_encoding
+from support.store import Store
+from support.tokenizer import byte_lengths, get_encoding
 
 BYTES = get_encoding("bytes")
 LENGTHS = byte_lengths(BYTES)

@@ -24,7 +24,7 @@ from data import KINDS, Data, GptTask, collate, open_samples
 from evaluate import DocumentScores, Evaluation
 from mixture import ONE, MixedTokens, Mixture, apportioned, entries_of, nested_shares, open_store
 from prepare import prepare
-from support.store import byte_lengths
+from support.tokenizer import byte_lengths
 
 pytestmark = pytest.mark.usefixtures("no_sample_or_report")
 STEPS = 12  # more than a packing window holds

@@ -16,7 +16,8 @@ from kernels.cross_entropy import IGNORE
 from plan import Plan, draw_samples
 from support.clock import Clock, Cursor
 from support.runtime import Runtime
-from support.store import Store, get_encoding
+from support.store import Store
+from support.tokenizer import get_encoding
 
 BYTES = get_encoding("bytes")
 

@@ -25,13 +25,13 @@ from hypothesis import strategies as st
 
 import prepare
 from prepare import Corpus, Document, find_cut, hold_out_tail, split_blocks
-from support import store
+from support import store, tokenizer
 from support.process import ROOT
 from support.store import Store
 
 MIX = ROOT / "corpus" / "pd-mix.jsonl.gz"
-PD4K = store.get_encoding()
-BYTES = store.get_encoding("bytes")
+PD4K = tokenizer.get_encoding()
+BYTES = tokenizer.get_encoding("bytes")
 
 
 def read(*paths, **options) -> list[str]:
@@ -282,7 +282,7 @@ def test_a_single_text_is_cut_at_the_same_place_for_every_tokenizer(tmp_path, mo
     Path("in").mkdir()
     text = "".join(f"line {number}\n" for number in range(1000))
     Path("in", "a.txt").write_text(text)
-    store.write_ranks(Path("a.tiktoken"), {bytes([byte]): byte for byte in range(256)})
+    prepare.write_ranks(Path("a.tiktoken"), {bytes([byte]): byte for byte in range(256)})
     prepare.main(["in", "--out", "store", "--tokenizer", "a.tiktoken"])
     assert re.match(r"documents +2 .*\ntokens .*\nheld out +1 ", capsys.readouterr().out)
     made = Store.open("store")
@@ -293,11 +293,11 @@ def test_a_single_text_is_cut_at_the_same_place_for_every_tokenizer(tmp_path, mo
 
 
 def test_a_large_vocabulary_is_stored_in_uint32(tmp_path):
-    ranks = dict(store.read_ranks(store.PD4K))
+    ranks = dict(tokenizer.read_ranks(tokenizer.PD4K))
     for number in range(61_500):
         ranks[b"%05d" % number] = len(ranks)
-    store.write_ranks(tmp_path / "large.tiktoken", ranks)
-    large = store.get_encoding(str(tmp_path / "large.tiktoken"))
+    prepare.write_ranks(tmp_path / "large.tiktoken", ranks)
+    large = tokenizer.get_encoding(str(tmp_path / "large.tiktoken"))
     made = make(TINY, tmp_path / "store", large)
     assert made.tokens.dtype == np.uint32 and made.tokens.max() == large.eot_token == 65_596
     assert sorted(texts_of(made, large)) == sorted(read(TINY))
@@ -410,7 +410,7 @@ def test_held_out_documents_do_not_influence_the_ranks(tmp_path):
 @pytest.mark.slow
 def test_the_embedded_ranks_are_learned_from_the_embedded_corpus(tmp_path):
     ranks = learn(MIX, tmp_path / "pd4k.tiktoken", "--learn-ranks", "4096")
-    assert ranks == store.PD4K.read_bytes()
+    assert ranks == tokenizer.PD4K.read_bytes()
 
 
 # --- completely or not at all

@@ -16,8 +16,8 @@ from test_readme import commands_of, documents, read
 
 from kernels.rotary import Scaling
 from model import Transformer, TransformerConfig
+from prepare import write_ranks
 from support.published import GPT2_LAYOUT, LLAMA_LAYOUT, published_entries, save_file
-from support.store import write_ranks
 
 PAGE = "docs/recipes.md"
 TINY = "--layers 3 --heads 2 --width 32 --seq-len 32 --batch-tokens 256 --tokens 512"

@@ -17,7 +17,7 @@ from support import checkpoint
 from support import run as run_folder
 from support.process import ROOT
 from support.run import Log
-from support.store import get_encoding
+from support.tokenizer import get_encoding
 
 pytestmark = pytest.mark.usefixtures("no_sample_or_report")
 FLAGS = f"{SMALL} --tokens 2048 --checkpoint-every 512 --eval-every 1024 --eval-tokens 100"

@@ -48,7 +48,8 @@ from support.fsdp import local_rows
 from support.optim import Optimizers
 from support.process import exit_cleanly
 from support.runtime import Runtime, start
-from support.store import Store, byte_lengths, get_encoding
+from support.store import Store
+from support.tokenizer import byte_lengths, get_encoding
 
 # --- devices
 

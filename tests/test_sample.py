@@ -10,7 +10,7 @@ import sample
 from model import Transformer, TransformerConfig
 from offload import Level, Offload, Placement, parts_of
 from support import process
-from support.store import get_encoding
+from support.tokenizer import get_encoding
 
 BYTES = get_encoding("bytes")
 ROW = 8  # positions of the model

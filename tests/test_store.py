@@ -23,17 +23,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from small_stores import END, write_store
 
-from prepare import Corpus
-from support import store
+from prepare import Corpus, write_ranks
+from support import tokenizer
 from support.store import Store, atomic_folder, atomic_write, folder_lock
 
 SPECIAL = ["<|endoftext|>", "[PAD]", "[CLS]", "[SEP]", "[MASK]"]
-PD4K = store.get_encoding()
-BYTES = store.get_encoding("bytes")
+PD4K = tokenizer.get_encoding()
+BYTES = tokenizer.get_encoding("bytes")
 PD4K_RANKS = {PD4K.decode_single_token_bytes(rank): rank for rank in range(PD4K.eot_token)}
 with TemporaryDirectory() as folder:  # Llama 3's pattern and special tokens, with few ranks
-    store.write_ranks(Path(folder) / "tokenizer.model", {**PD4K_RANKS, b".\n": 4096})
-    LLAMA3 = store.get_encoding(f"{folder}/tokenizer.model")
+    write_ranks(Path(folder) / "tokenizer.model", {**PD4K_RANKS, b".\n": 4096})
+    LLAMA3 = tokenizer.get_encoding(f"{folder}/tokenizer.model")
 TEXTS = [document.text for document in Corpus([TINY]).documents()]
 
 # Letters, numbers, marks, blanks and control characters of several alphabets, and what GPT-2's
@@ -78,10 +78,10 @@ def learn_by_definition(pieces: list[str], n_ranks: int) -> list[bytes]:
 
 def test_learning_and_encoding_equal_the_worked_example(tmp_path):
     path = tmp_path / "example.tiktoken"
-    learned = store.learn_ranks(["aaabdaaabac"], 259)
+    learned = tokenizer.learn_ranks(["aaabdaaabac"], 259)
     assert list(learned)[256:] == [b"aa", b"ab", b"aaab"]
-    store.write_ranks(path, learned)
-    encoding = store.get_encoding(str(path))
+    write_ranks(path, learned)
+    encoding = tokenizer.get_encoding(str(path))
     assert encoding.encode_ordinary("aaabdaaabac") == [258, ord("d"), 258, ord("a"), ord("c")]
 
 
@@ -90,14 +90,14 @@ def test_learning_and_encoding_equal_the_worked_example(tmp_path):
 @example(["a" * n for n in range(1, 40)], 266)  # aaaa+a and aa+aaa spell one token
 @example(TEXTS[:20], 290)
 def test_learned_ranks_equal_the_definition_whatever_the_order_of_texts(texts, n_ranks):
-    pieces = [piece for text in texts for piece in regex.findall(store.SPLIT, text)]
+    pieces = [piece for text in texts for piece in regex.findall(tokenizer.SPLIT, text)]
     try:
-        learned = list(store.learn_ranks(texts, n_ranks))
+        learned = list(tokenizer.learn_ranks(texts, n_ranks))
     except ValueError as error:  # too few pairs: it says how many ranks can be learned
         n_ranks = int(re.search(r"only (\d+)", str(error))[1])
-        learned = list(store.learn_ranks(texts, n_ranks))
+        learned = list(tokenizer.learn_ranks(texts, n_ranks))
     assert learned == learn_by_definition(pieces, n_ranks)
-    assert list(store.learn_ranks(texts[::-1], n_ranks)) == learned
+    assert list(tokenizer.learn_ranks(texts[::-1], n_ranks)) == learned
 
 
 # --- encoding
@@ -109,7 +109,7 @@ def test_learned_ranks_equal_the_definition_whatever_the_order_of_texts(texts, n
 def test_any_text_decodes_to_itself_and_its_bytes_are_counted(encoding, text):
     ids = encoding.encode_ordinary(text)
     assert encoding.decode(ids, errors="strict") == text
-    assert store.byte_lengths(encoding)[ids].sum() == len(text.encode())
+    assert tokenizer.byte_lengths(encoding)[ids].sum() == len(text.encode())
 
 
 @settings(max_examples=150, deadline=None)
@@ -121,8 +121,8 @@ def test_encoding_equals_the_definition_with_the_published_patterns(text):
     llama3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     llama3 += r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     for encoding, published, bounded, ranks in (
-        (PD4K, gpt2, store.SPLIT, PD4K_RANKS),
-        (LLAMA3, llama3, store.LLAMA3_SPLIT, {**PD4K_RANKS, b".\n": 4096}),
+        (PD4K, gpt2, tokenizer.SPLIT, PD4K_RANKS),
+        (LLAMA3, llama3, tokenizer.LLAMA3_SPLIT, {**PD4K_RANKS, b".\n": 4096}),
     ):
         pieces = regex.findall(published, text)
         assert pieces == regex.findall(bounded, text) and "".join(pieces) == text
@@ -134,22 +134,24 @@ def test_encoding_equals_the_definition_with_the_published_patterns(text):
 def test_llama_3_has_256_special_tokens_and_the_second_is_end_of_text():
     """With 128,000 ranks, that is token 128001 of 128,256, as published."""
     assert LLAMA3.eot_token == 4097 + 1 and LLAMA3.n_vocab == 4097 + 256
-    assert {store.vocab_size(LLAMA3, model) for model in ("gpt", "bert")} == {4097 + 256}
+    assert {tokenizer.vocab_size(LLAMA3, model) for model in ("gpt", "bert")} == {4097 + 256}
 
 
 def test_special_tokens_follow_the_ranks_and_text_never_encodes_to_them():
     for encoding, n_ranks in (PD4K, 4096), (BYTES, 256):
         special = [encoding.encode_single_token(token) for token in SPECIAL]
         assert special == list(range(n_ranks, n_ranks + 5)) and encoding.eot_token == n_ranks
-        vocabularies = [store.vocab_size(encoding, model) for model in ("gpt", "bert")]
+        vocabularies = [tokenizer.vocab_size(encoding, model) for model in ("gpt", "bert")]
         assert vocabularies == [n_ranks + 1, n_ranks + 5]
         assert max(encoding.encode_ordinary("".join(SPECIAL))) < n_ranks
-        assert np.array_equal(store.byte_lengths(encoding) > 0, np.arange(n_ranks + 5) < n_ranks)
+        assert np.array_equal(
+            tokenizer.byte_lengths(encoding) > 0, np.arange(n_ranks + 5) < n_ranks
+        )
 
 
 @pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="gpt2's files are missing")
 def test_our_gpt2_is_tiktokens_with_four_more_special_tokens():
-    ours, theirs = store.get_encoding("gpt2"), tiktoken.get_encoding("gpt2")
+    ours, theirs = tokenizer.get_encoding("gpt2"), tiktoken.get_encoding("gpt2")
     for text in [*TEXTS[::20], "Hello world! \n\n  ½ 中文 🙂'll"]:
         assert ours.encode_ordinary(text) == theirs.encode_ordinary(text)
     assert [ours.encode_single_token(token) for token in SPECIAL] == list(range(50256, 50261))
@@ -158,12 +160,12 @@ def test_our_gpt2_is_tiktokens_with_four_more_special_tokens():
 
 
 def test_a_bad_file_of_ranks_is_refused_with_the_line_number(tmp_path):
-    path, lines = tmp_path / "bad.tiktoken", store.PD4K.read_bytes().splitlines()
+    path, lines = tmp_path / "bad.tiktoken", tokenizer.PD4K.read_bytes().splitlines()
     for more in b"YWM=", b"YWI= two", b"YQ== 4096":  # no rank, not a number, a token twice
         path.write_bytes(b"\n".join([*lines, more]))
-        assert refusal(store.get_encoding, str(path)).startswith(f"{path}:4097: ")
+        assert refusal(tokenizer.get_encoding, str(path)).startswith(f"{path}:4097: ")
     path.write_bytes(b"\n".join(lines[:99]))
-    assert "ends without a rank for byte" in refusal(store.get_encoding, str(path))
+    assert "ends without a rank for byte" in refusal(tokenizer.get_encoding, str(path))
 
 
 # --- stores
@@ -171,12 +173,12 @@ def test_a_bad_file_of_ranks_is_refused_with_the_line_number(tmp_path):
 
 def test_a_tokenizer_with_the_same_name_but_other_ranks_is_refused(tmp_path):
     path = tmp_path / "a.tiktoken"
-    meta = {"tokenizer": str(path), "tokenizer_fingerprint": store.fingerprint(PD4K)}
+    meta = {"tokenizer": str(path), "tokenizer_fingerprint": tokenizer.fingerprint(PD4K)}
     made = Store(Path("a store"), meta, np.empty(0), np.empty(0))
     made.check_tokenizer(PD4K)
     *ranks, last, before = PD4K_RANKS
-    store.write_ranks(path, {token: rank for rank, token in enumerate([*ranks, before, last])})
-    message = refusal(made.check_tokenizer, store.get_encoding(str(path)))
+    write_ranks(path, {token: rank for rank, token in enumerate([*ranks, before, last])})
+    message = refusal(made.check_tokenizer, tokenizer.get_encoding(str(path)))
     assert message == f"a store: made with tokenizer {path}, not with the present {path}"
 
 

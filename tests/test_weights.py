@@ -28,9 +28,10 @@ import train
 from bert import BertConfig
 from kernels.rotary import Scaling
 from model import Transformer, TransformerConfig
+from prepare import write_ranks
 from support import checkpoint, published, weights
 from support.published import GPT2_LAYOUT, load_published, published_entries
-from support.store import PD4K, get_encoding, read_ranks, write_ranks
+from support.tokenizer import PD4K, get_encoding, read_ranks
 
 LAYERS, HEADS, C, SEQ_LEN, VOCAB = 2, 4, 16, 12, 50
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
