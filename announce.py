@@ -10,8 +10,8 @@ from kernels.packed_attention import IMPLS, chosen_impl
 from mixture import MixedSamples
 from plan import Plan
 from support.clock import Clock
+from support.numbers import duration, several, short
 from support.optim import state_bytes
-from support.process import duration, several, short
 from support.run import Run, read_log
 from support.sizes import empty_model, parameters_in_words
 

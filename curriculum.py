@@ -34,7 +34,7 @@ from typing import NamedTuple
 import numpy as np
 
 from support.clock import MULTIPLE, pace
-from support.process import number_of
+from support.numbers import number_of
 from support.settings import flag, free
 
 LENGTHS = ("seqlen", "seqlen-reshape")  # metrics that limit lengths and rank no samples

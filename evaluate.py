@@ -42,7 +42,8 @@ from model import Batch
 from packing import pack_lengths
 from sample import load_run
 from support.fsdp import evaluating, is_sharded
-from support.process import Parser, count, exit_cleanly, printable
+from support.numbers import count
+from support.process import Parser, exit_cleanly, printable
 from support.runtime import Runtime, start
 from support.store import Store, atomic_write
 

@@ -49,8 +49,8 @@ from torch.autograd.function import FunctionCtx
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from support.numbers import bytes_of, short
 from support.optim import Optimizers, state_bytes
-from support.process import bytes_of, short
 from support.runtime import Runtime
 from support.settings import free
 

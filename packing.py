@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from support.process import count
+from support.numbers import count
 from support.settings import flag
 
 # lpfhp   longest pack first: best fit, the longest documents first

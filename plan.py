@@ -49,7 +49,7 @@ from data import Rows, Samples, cut, loss_divisor, open_samples, reshape, reshap
 from mixture import AnyStore, MixedSamples
 from model import Batch, TransformerConfig
 from support.clock import MULTIPLE, Clock, Cursor, StepContext, effective_tokens, seed_of, shuffled
-from support.process import several, short
+from support.numbers import several, short
 from support.runtime import Runtime, on_device
 from support.sizes import flops_of_step
 

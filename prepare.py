@@ -41,7 +41,7 @@ import tiktoken
 from tqdm import tqdm
 
 from support import process, store, tokenizer
-from support.process import several, whole_number
+from support.numbers import several, whole_number
 
 BLOCK = 1 << 22  # characters of text, or tokens, read at a time
 BATCH = 256  # documents that threads encode together

@@ -38,7 +38,8 @@ from typing import NamedTuple
 import numpy as np
 
 import config
-from support.process import PREFIXES, Parser, duration, exit_cleanly, real_number, several, short
+from support.numbers import PREFIXES, duration, real_number, several, short
+from support.process import Parser, exit_cleanly
 from support.run import read_log
 from support.settings import flattened, settings_of
 from support.store import atomic_write

@@ -30,7 +30,7 @@ from model import Transformer
 from support import checkpoint, process, runtime
 from support import clock as rng
 from support.fsdp import evaluating, of_rank0
-from support.process import count
+from support.numbers import count
 from support.tokenizer import get_encoding, vocab_size
 from support.weights import real_weights, running_layers
 

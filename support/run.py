@@ -45,8 +45,9 @@ from tqdm import tqdm
 
 from support import checkpoint
 from support.clock import Clock, due, lr_clock
+from support.numbers import short
 from support.optim import decay_start
-from support.process import ROOT, peak_memory, short
+from support.process import ROOT, peak_memory
 from support.runtime import Runtime, check_agreement, made_by
 from support.settings import Flat, Settings, flattened
 from support.store import atomic_write, folder_lock

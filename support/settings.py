@@ -23,7 +23,8 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from typing import Any, NamedTuple, TypeVar, get_args
 
-from support.process import Parser, real_number, whole_number
+from support.numbers import real_number, whole_number
+from support.process import Parser
 
 Value = str | int | float | bool | None  # of a setting
 Flat = dict[str, Value]  # {"group.field": value}

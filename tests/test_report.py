@@ -14,7 +14,7 @@ from conftest import ALL_ON, refusal, write_lines
 import config
 import report
 from report import Curve, RunLog, read_run
-from support.process import duration, short
+from support.numbers import duration, short
 from support.settings import flattened
 
 OUTSIDE = re.compile(

@@ -20,7 +20,7 @@ from bert import BertTask
 from evaluate import Evaluation
 from model import Transformer
 from support import checkpoint
-from support.process import short
+from support.numbers import short
 
 LINE = (
     "step consumed_tokens real_tokens layer_tokens loss lr max_piece_len kept_tokens padding_share"
