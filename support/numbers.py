@@ -1,7 +1,9 @@
 """Numbers as people write them on a command line, and as messages show them.
 
-2000000, 2e6 and 2M are whole_number("2M") == 2_000_000; 6GiB is bytes_of("--flag", "6GiB")
-short(61440) == "61.4 K"; several(2500, "step") == "2,500 steps"; duration(754) == "0:12:34"
+    read    whole_number("2M") == 2_000_000, bytes_of("--offload-budget", "6GiB") == 6442450944
+    show    short(61440) == "61.4 K", several(2500, "step") == "2,500 steps"
+
+A number that cannot be read is refused by argparse, or by a ValueError that names the flag.
 """
 
 import argparse
