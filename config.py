@@ -136,7 +136,7 @@ def shared_by_ranks(config: Config) -> Flat:
     shared = flattened(config)
     for path in ("data.data", "data.tokenizer", "run.out"):
         del shared[path]
-    return {settings_of(Config)[name].flag: value for name, value in shared.items()}
+    return {settings_of(Config)[name].flag or name: value for name, value in shared.items()}
 
 
 def samples_kind(config: Config) -> str:

@@ -292,7 +292,7 @@ def with_seeds(values: list[float], digits: int) -> str:
 
 def differing(settings: dict[str, dict]) -> Rows:
     """Return for each recipe {flag: value} of the settings that differ between recipes."""
-    flags = {name: setting.flag for name, setting in settings_of(config.Config).items()}
+    flags = {name: setting.flag or name for name, setting in settings_of(config.Config).items()}
     names = dict.fromkeys(name for one in settings.values() for name in one)
     differ = [n for n in names if len({str(one.get(n)) for one in settings.values()}) > 1]
     return {

@@ -200,4 +200,4 @@ def test_growing_rows_compile_each_kernel_once():
     assert compilations(kernels) == dict.fromkeys(ATTENTION, 1)
     kernels = compile_kernels(90, f"copies('float32', (768,), {KEPT})")
     assert len(kernels) == 2 * len(KEPT)
-    assert compilations(kernels) == {"take_kernel": 1, "place_kernel": 1}
+    assert compilations(kernels) == {"gather_kernel": 1, "scatter_kernel": 1}
