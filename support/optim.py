@@ -20,7 +20,7 @@ blocks of width 128:
 With several ranks, each orthogonalises a share of every batch, and they exchange the results; with
 --fsdp they first gather the rows of each matrix.
 
-In reading order: settings, `Optimizers`, which train.py makes and calls, Muon (`newton_schulz` is
+In reading order: `Optimizers`, which train.py makes and calls, Muon (`newton_schulz` is
 its core), and the learning rate, a function of the clock.
 """
 

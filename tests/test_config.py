@@ -80,6 +80,11 @@ def test_every_number_must_be_finite(value):
         assert re.search(rf"{flag}\b.*{value}", refusal(build, f"{flag} {value}"))
 
 
+def test_two_layers_may_drop_if_one_is_named():
+    """By default neither the first nor the last drops, which leaves none of two."""
+    assert build("--layers 2 --ltd --ltd-layers 1").ltd.layers == "1"
+
+
 def test_ltd_steps_replaces_the_default_of_ltd_share():
     assert build("--ltd").ltd.share == 0.9
     by_steps = build("--ltd --ltd-steps 3")
