@@ -53,7 +53,7 @@ class CurriculumConfig:
     start: str | None = flag(
         "--curriculum-start",
         None,
-        "initial difficulty (default: 1 %; seqlen: 64 tokens if packed, else a quarter row)",
+        "initial difficulty (default: 1 %; seqlen: 64 if packed, else a quarter row)",
     )
     share: str | None = flag(
         "--curriculum-share", None, "share of a run it grows for (default: 0.4; packed seqlen 0.9)"
@@ -63,9 +63,7 @@ class CurriculumConfig:
         None,
         "linear, root:2, discrete:64@0.5:256 (default: root:2; seqlen linear, packed root:0.5)",
     )
-    by: str | None = flag(
-        "--curriculum-by", None, "unit of ranked metrics: percentile or value (default: percentile)"
-    )
+    by: str | None = flag("--curriculum-by", None, "percentile or value (default: percentile)")
     index: str | None = free(
         "--curriculum-index", None, "folder written by analyze.py (default: the store's)"
     )

@@ -45,32 +45,20 @@ MODES, PACES = ("random", "bypass"), ("linear", "root", "constant")
 @dataclass(frozen=True)
 class LtdConfig:
     on: bool = flag("--ltd", False, "drop random tokens in all layers except the first and last")
-    mode: str = flag(
-        "--ltd-mode",
-        "random",
-        "random: one draw per layer; bypass: one for all (TokenBypass)",
-        MODES,
-    )
+    mode: str = flag("--ltd-mode", "random", "bypass: one draw for all layers (TokenBypass)", MODES)
     start: int | None = flag(
         "--ltd-start", None, "tokens kept at the start (default: --seq-len / 16)", least=1
     )
-    pace: str = flag(
-        "--ltd-pace", "constant", "how kept tokens grow; constant: jump at the end", PACES
-    )
+    pace: str = flag("--ltd-pace", "constant", "how kept tokens grow; constant: not", PACES)
     share: float | None = flag(
         "--ltd-share", None, "share of a run with dropping (default: 0.9)", above=0, most=1
     )
-    steps: int | None = flag(
-        "--ltd-steps", None, "optimizer steps with dropping, instead of a share", least=1
-    )
+    steps: int | None = flag("--ltd-steps", None, "steps with dropping, not a share", least=1)
     multiple: int | None = flag(
-        "--ltd-multiple",
-        None,
-        "kept tokens grow in steps of this (default: 16 or more; at most 8 sizes)",
-        least=1,
+        "--ltd-multiple", None, "kept tokens grow in steps of this (default: 16 or more)", least=1
     )
     layers: str | None = flag(
-        "--ltd-layers", None, "layers, from 0: 1-10,12 (default: all but first and last)"
+        "--ltd-layers", None, "from 0: 1-10,12 (default: all but first and last)"
     )
 
 

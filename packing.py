@@ -42,6 +42,7 @@ from support.settings import flag
 # spfhp   shortest pack first: worst fit, the longest documents first
 # nnlshp  the paper's least squares over all patterns that fill a row; needs SciPy
 PACKERS = ("lpfhp", "spfhp", "nnlshp")
+BATCHES = ("rows", "documents")  # of these a packed step has as many as an unpacked one
 DEFAULT = "lpfhp"  # needs the fewest rows without SciPy (docs/packing.md)
 PATTERNS = 10_000  # most patterns nnlshp may weigh in each window of a run: takes some seconds
 MOST = 100_000  # most patterns it may weigh at all: a matrix of 400 MB at length 512
@@ -54,14 +55,9 @@ class PackConfig:
         "--pack-max-per-row", None, "most pieces in a row (default: as many as fit)", least=1
     )
     batch: str | None = flag(
-        "--pack-batch",
-        None,
-        "what stays constant per step (default: rows; BERT documents)",
-        ("rows", "documents"),
+        "--pack-batch", None, "what a step keeps constant (default: rows; BERT documents)", BATCHES
     )
-    packer: str = flag(
-        "--pack-packer", DEFAULT, "algorithm; nnlshp needs SciPy and can take minutes", PACKERS
-    )
+    packer: str = flag("--pack-packer", DEFAULT, "algorithm; nnlshp needs SciPy", PACKERS)
 
 
 def resolved(config: PackConfig, seq_len: int, is_bert: bool) -> PackConfig:

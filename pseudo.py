@@ -51,7 +51,7 @@ STATES = ("reset", "rescale", "copy")
 class PseudoConfig:
     on: bool = flag("--pseudo", False, "start with layers that share weights, or with fewer layers")
     group: int | None = flag(
-        "--pseudo-group", None, "layers in the repeated unit (default: at most 4)", least=1
+        "--pseudo-group", None, "layers in a unit (default: at most 4)", least=1
     )
     until: str | None = flag(
         "--pseudo-until",

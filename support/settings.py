@@ -28,6 +28,7 @@ from support.process import Parser
 
 Value = str | int | float | bool | None  # of a setting
 Flat = dict[str, Value]  # {"group.field": value}
+Choices = tuple[str, ...]
 Groups = TypeVar("Groups")  # a dataclass of groups: Config
 SCHEDULES = ("cosine", "linear", "wsd")
 
@@ -37,7 +38,7 @@ class Setting(NamedTuple):
     default: Value
     flag: str  # "" if the value follows from other settings, with which it is saved
     help: str
-    choices: tuple[str, ...] = ()
+    choices: Choices = ()
     least: float | None = None
     above: float | None = None
     most: float | None = None
@@ -72,22 +73,18 @@ class Setting(NamedTuple):
         return "" if self.default is None else str(self.default)
 
 
-def flag(
-    written: str, default: Value, help: str, choices: tuple[str, ...] = (), **more: object
-) -> Any:
+def flag(written: str, default: Value, help: str, choices: Choices = (), **more: object) -> Any:
     """Make a field of a group; `more` are other fields of `Setting`."""
     about = {"flag": written, "help": help, "choices": choices, **more}
     return field(default=default, metadata=about)
 
 
-def free(
-    written: str, default: Value, help: str, choices: tuple[str, ...] = (), **more: object
-) -> Any:
+def free(written: str, default: Value, help: str, choices: Choices = (), **more: object) -> Any:
     """Make a flag that may differ when a run is resumed."""
     return flag(written, default, help, choices, free=True, **more)
 
 
-def derived(default: Value, help: str, choices: tuple[str, ...] = ()) -> Any:
+def derived(default: Value, help: str, choices: Choices = ()) -> Any:
     """Make a setting that follows from others: it is saved with them, but is no flag."""
     return flag("", default, help, choices)
 
@@ -144,9 +141,7 @@ BLOCKS = {  # --block -> fields of `TransformerConfig`
 class RunConfig:
     """Where a run is kept, where it computes, and how often it evaluates and saves."""
 
-    out: str | None = free(
-        "--out", None, "folder for log, checkpoints, settings (default: a new one)"
-    )
+    out: str | None = free("--out", None, "folder for the run's files (default: a new one)")
     resume: str | None = free(
         "--resume",
         None,
@@ -156,9 +151,7 @@ class RunConfig:
     )
     seed: int = flag("--seed", 1337, "seed of initial weights, data order and every random choice")
     device: str = free("--device", "auto", "device to compute on", ("auto", "cpu", "cuda", "mps"))
-    dtype: str = flag(
-        "--dtype", "auto", "precision; auto: bf16 on Ampere or newer", ("auto", "fp32", "bf16")
-    )
+    dtype: str = flag("--dtype", "auto", "auto: bf16 since Ampere", ("auto", "fp32", "bf16"))
     compile: str = free(
         "--compile",
         "auto",
@@ -173,20 +166,14 @@ class RunConfig:
     eval_every: int | None = free(
         "--eval-every", None, "in tokens; 0: only at the end (default: --tokens / 5)"
     )
-    eval_tokens: int = free(
-        "--eval-tokens", 32768, "held-out tokens per evaluation but the final one", least=1
-    )
+    eval_tokens: int = free("--eval-tokens", 32768, "held-out tokens on the way", least=1)
     final_eval_tokens: int = free(
-        "--final-eval-tokens", 1000000, "maximum held-out tokens at the end", least=1
+        "--final-eval-tokens", 1000000, "most held-out tokens at the end", least=1
     )
     checkpoint_every: int | None = free(
-        "--checkpoint-every",
-        None,
-        "tokens between checkpoints; 0: only at the end (default: --tokens / 10)",
+        "--checkpoint-every", None, "in tokens; 0: only at the end (default: --tokens / 10)"
     )
-    keep: int = free(
-        "--keep", 2, "how many of the newest checkpoints to keep, besides the best", least=1
-    )
+    keep: int = free("--keep", 2, "newest checkpoints to keep, besides the best", least=1)
     wandb: bool = free("--wandb", False, "log to Weights & Biases too (WANDB_MODE=offline works)")
     dry_run: bool = free("--dry-run", False, "print what the run would take, then exit")
 
@@ -196,14 +183,10 @@ class DataConfig:
     """What a run reads."""
 
     data: str | None = free(
-        "--data",
-        None,
-        "store from prepare.py, or a mixture: a=0.7,b=0.3 (default: the embedded corpus)",
+        "--data", None, "prepared store, or several: a=0.7,b=0.3 (default: the embedded corpus)"
     )
     tokenizer: str | None = flag(
-        "--tokenizer",
-        None,
-        "pd4k, bytes, gpt2, FILE.tiktoken or tokenizer.model (default: the store's, or pd4k)",
+        "--tokenizer", None, "pd4k, bytes, gpt2 or a file of ranks (default: the store's, or pd4k)"
     )
     seq_len: int | None = flag(
         "--seq-len", None, "tokens per row (default: by --size)", least=8, below=2**31
@@ -218,9 +201,7 @@ class ModelConfig:
     `TransformerConfig`; its cost follows from the matrices that it adds.
     """
 
-    model: str = flag(
-        "--model", "gpt", "gpt predicts the next token, bert masked ones", ("gpt", "bert")
-    )
+    model: str = flag("--model", "gpt", "predict the next token, or masked ones", ("gpt", "bert"))
     size: str = flag("--size", "nano", "sets dimensions, budget and learning rate", tuple(SIZES))
     block: str = flag(
         "--block", "gpt2", "llama: RMSNorm, SwiGLU, rotary positions, no biases", tuple(BLOCKS)
@@ -230,19 +211,14 @@ class ModelConfig:
         "--kv-heads", None, "key/value heads (default: --heads)", least=1, most=4096
     )
     pos: str | None = flag(
-        "--pos",
-        None,
-        "positions (default: rope for nano and llama, else learned)",
-        ("learned", "rope"),
+        "--pos", None, "positions (default: rope for nano and llama)", ("learned", "rope")
     )
     rope_theta: float = derived(10000.0, "base of the rotary angles")
     rope_scaling: str | None = derived(None, "Llama 3.1's, factor:slow:fast:positions")
     tied: bool | None = flag(
-        "--tied", None, "tie output head and embedding (default: on, except nano GPT)"
+        "--tied", None, "tie head and embedding (default: on, not for nano GPT)"
     )
-    layers: int | None = flag(
-        "--layers", None, "number of blocks (default: by --size)", least=1, most=4096
-    )
+    layers: int | None = flag("--layers", None, "blocks (default: by --size)", least=1, most=4096)
     heads: int | None = flag(
         "--heads", None, "attention heads (default: by --size)", least=1, most=4096
     )
@@ -252,40 +228,28 @@ class ModelConfig:
     mlp_width: int | None = derived(None, "of the MLP: 4 x --width, for llama 8/3")
     # gelu_new is GPT-2's approximation, gelu is exact; None: by --pos
     activation: str | None = derived(None, "GELU", ("gelu_new", "gelu"))
-    dropout: float = flag(
-        "--dropout", 0.0, "share of activations zeroed in training", least=0, below=1
-    )
+    dropout: float = flag("--dropout", 0.0, "share of activations zeroed", least=0, below=1)
     nsp: bool = flag("--nsp", False, "BERT also learns whether two texts follow each other")
-    init: str | None = flag(
-        "--init", None, "start from the weights of a run, or of GPT-2, BERT or Llama"
-    )
+    init: str | None = flag("--init", None, "start from weights of a run, GPT-2, BERT or Llama")
 
 
 @dataclass(frozen=True)
 class OptimConfig:
     tokens: int | None = flag(
-        "--tokens",
-        None,
-        "budget in consumed tokens; --resume may raise it (default: by --size)",
-        least=1,
+        "--tokens", None, "budget; --resume may raise it (default: by --size)", least=1
     )
     schedule_tokens: int | None = derived(None, "first budget, which schedules follow")
     batch_tokens: int | None = flag(
         "--batch-tokens", None, "tokens per step, in total (default: by --size)", least=1
     )
     micro_batch_size: int | None = free(
-        "--micro-batch-size",
-        None,
-        "rows in a rank's forward pass (default: by device and --seq-len)",
-        least=1,
+        "--micro-batch-size", None, "rows in a rank's forward pass (default: by device)", least=1
     )
     optimizer: str = flag(
-        "--optimizer", "muon", "muon for the blocks' matrices; adamw for all", ("adamw", "muon")
+        "--optimizer", "muon", "muon: for the blocks' matrices", ("adamw", "muon")
     )
     lr: float | None = flag("--lr", None, "peak learning rate (default: by --size)", above=0)
-    min_lr: float = flag(
-        "--min-lr", 0.0, "final learning rate, as a share of --lr", least=0, most=1
-    )
+    min_lr: float = flag("--min-lr", 0.0, "final rate, as a share of --lr", least=0, most=1)
     schedule: str = flag("--schedule", "linear", "how the learning rate decays", SCHEDULES)
     lr_clock: str = flag(
         "--lr-clock",
@@ -294,15 +258,11 @@ class OptimConfig:
         ("consumed-tokens", "layer-tokens"),
     )
     warmup_tokens: int | None = flag(
-        "--warmup-tokens", None, "tokens of linear warmup (default: 2 % of --tokens)"
+        "--warmup-tokens", None, "linear warmup (default: 2 % of --tokens)"
     )
     weight_decay: float = flag("--weight-decay", 0.1, "decay of matrices and embeddings", least=0)
     beta2: float | None = flag(
-        "--beta2",
-        None,
-        "AdamW's beta2 (default: 0.95, nano GPT 0.99, BERT 0.999)",
-        least=0,
-        below=1,
+        "--beta2", None, "of AdamW (default: 0.95, nano GPT 0.99, BERT 0.999)", least=0, below=1
     )
     loss_per: str = flag(
         "--loss-per", "token", "units that weigh the same in the loss", ("token", "document")
