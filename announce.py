@@ -15,8 +15,7 @@ from support.optim import state_bytes
 from support.run import Run, read_log
 from support.sizes import empty_model, parameters_in_words
 
-MANY_EPOCHS = 4
-REPEATED = "text read more than 4 times teaches less each time (arXiv 2305.16264)"
+MANY_EPOCHS = 4  # beyond these, text teaches less each time (arXiv 2305.16264)
 
 
 def announce(plan: Plan, run: Run, micro_batch: int) -> None:
@@ -24,46 +23,71 @@ def announce(plan: Plan, run: Run, micro_batch: int) -> None:
 
     Args: micro_batch rows that a rank runs through the model together
     """
-    s, runtime, model, store = plan.settings, plan.runtime, plan.model, plan.store
-    say = runtime.say
+    s, say = plan.settings, plan.runtime.say
     name = f"from {s.model.init}" if s.model.init else s.model.size
-    say(f"{s.model.model} {name}: {parameters_in_words(model)}, {runtime.why}")
-    named, muon = dict(empty_model(model).named_parameters()), s.optim.optimizer == "muon"
-    state = state_bytes(named, muon, shards=runtime.world_size if s.run.fsdp else 1)
-    sizes = ", ".join(f"{kind} {size / 1e6:,.1f} MB" for kind, size in state.items())
-    memory = f"memory: {sizes}, and activations"
-    if s.run.fsdp:
-        whole = state_bytes(named, muon)
-        checkpoint = short(whole["weights"] + whole["optimizer"], "B")
-        memory += f", per rank; a checkpoint takes {checkpoint} of rank 0's host memory"
-    say(memory)
-    each = f" on each of {runtime.world_size} ranks" if runtime.world_size > 1 else ""
-    rows = f"{several(plan.rows_per_step, 'row')} of {plan.seq_len} tokens a step"
-    attention = ""
-    if s.pack.on or s.model.model == "bert":  # rows may hold several documents, or padding
-        impl = chosen_impl(
-            runtime.device.type,
-            runtime.dtype,
-            head_width=model.head_width,
-            dropout=model.dropout,
-            compiled=s.run.compile == "on",
-        )
-        attention = f"; attention: {impl}, {IMPLS[impl]}"
-    say(f"batch: {rows}, in micro-batches of {several(micro_batch, 'row')}{each}{attention}")
-    text = f"data: {store.meta['train_tokens']:,} training tokens in {store.path}"
-    if isinstance(plan.samples, MixedSamples):
-        text += f"; {plan.samples.passes(s.optim.tokens)}"
-    say(text)
+    say(f"{s.model.model} {name}: {parameters_in_words(plan.model)}, {plan.runtime.why}")
+    say(f"memory: {memory(plan)}")
+    say(f"batch: {batch(plan, micro_batch)}")
+    say(f"data: {data(plan)}")
     if run.resumed_from:
         say(f"resumed from {run.resumed_from} at step {run.clock.step}")
-    ahead = plan.forecast(run.clock)
-    epochs = ahead.tokens / max(store.meta["train_tokens"], 1)
-    line = f"ahead: about {ahead} ({epochs:,.2f} epochs"
-    line += f"; {REPEATED})" if epochs > MANY_EPOCHS else ")"
-    plain = plan.without_techniques().forecast(run.clock)
-    if plain != ahead:
-        line += f"; without techniques: about {plain}"
-    say(line)
+    say(f"ahead: {ahead(plan, run.clock)}")
+
+
+def memory(plan: Plan) -> str:
+    """Say what weights, gradients and optimizer state take, and with --fsdp a checkpoint."""
+    s, ranks = plan.settings, plan.runtime.world_size
+    named, muon = dict(empty_model(plan.model).named_parameters()), s.optim.optimizer == "muon"
+    sizes = state_bytes(named, muon, shards=ranks if s.run.fsdp else 1)
+    text = ", ".join(f"{kind} {size / 1e6:,.1f} MB" for kind, size in sizes.items())
+    text = f"{text}, and activations"
+    if not s.run.fsdp:
+        return text
+    whole = state_bytes(named, muon)
+    checkpoint = short(whole["weights"] + whole["optimizer"], "B")
+    return f"{text}, per rank; a checkpoint takes {checkpoint} of rank 0's host memory"
+
+
+def batch(plan: Plan, micro_batch: int) -> str:
+    """Say how many rows a step has, and how attention keeps the documents of a row apart."""
+    s, runtime = plan.settings, plan.runtime
+    text = f"{several(plan.rows_per_step, 'row')} of {plan.seq_len} tokens a step"
+    text = f"{text}, in micro-batches of {several(micro_batch, 'row')}"
+    if runtime.world_size > 1:
+        text = f"{text} on each of {runtime.world_size} ranks"
+    if not s.pack.on and s.model.model == "gpt":
+        return text  # each row is one document, without padding
+    impl = chosen_impl(
+        runtime.device.type,
+        runtime.dtype,
+        head_width=plan.model.head_width,
+        dropout=plan.model.dropout,
+        compiled=s.run.compile == "on",
+    )
+    return f"{text}; attention: {impl}, {IMPLS[impl]}"
+
+
+def data(plan: Plan) -> str:
+    text = f"{plan.store.meta['train_tokens']:,} training tokens in {plan.store.path}"
+    if isinstance(plan.samples, MixedSamples):
+        text = f"{text}; {plan.samples.passes(plan.settings.optim.tokens)}"
+    return text
+
+
+def ahead(plan: Plan, clock: Clock) -> str:
+    """Say what the rest of the run takes, and what it would take without techniques.
+
+    Example: about 496 steps, 3,953,296 tokens of text, 27.6 TFLOP (1.97 epochs); without
+             techniques: about 269 steps, 2,203,648 tokens of text, 31.3 TFLOP
+    """
+    forecast, plain = plan.forecast(clock), plan.without_techniques().forecast(clock)
+    epochs = forecast.tokens / max(plan.store.meta["train_tokens"], 1)
+    clauses = [f"about {forecast} ({epochs:,.2f} epochs)"]
+    if epochs > MANY_EPOCHS:
+        clauses.append(f"beyond {MANY_EPOCHS} epochs, text teaches less each time")
+    if plain != forecast:
+        clauses.append(f"without techniques: about {plain}")
+    return "; ".join(clauses)
 
 
 def spent(plan: Plan, run: Run) -> str:

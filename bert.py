@@ -138,7 +138,7 @@ class BertTask:
         # The random numbers of a token depend on its place in the store, not on its row.
         is_text = np.flatnonzero(~(is_cls | is_sep))
         seeds = torch.tensor([seed_of(*key, use) for use in ("which", "what")])
-        numbers = torch.from_numpy((start[piece] + position)[is_text])
+        numbers = torch.from_numpy(place[is_text] + 1)
         which, what = bits(seeds, numbers, 1).squeeze(2).numpy()
         chosen = choose(piece[is_text], which, rows.lengths)
         masked = at[is_text[chosen]]

@@ -75,23 +75,23 @@ def parse_or_resume(argv: list[str]) -> tuple[Config, Started | None]:
     """Read the settings of a run, and with --resume also what it was started with."""
     given = parse(argv)
     which = given.pop("run.resume", None)
-    if which == "auto" and "run.out" not in given:
-        raise ValueError("--resume auto needs the folder of the run: add --out")
-    if which:
-        folder = Path(given["run.out"]) if "run.out" in given else newest_run()
-    if not which or (which == "auto" and not (folder / "config.json").exists()):
-        return build(with_settings_of_init(given), file=given.get("model.init", "")), None
-    started = started_with(folder)
     if which == "auto":
-        given.pop("model.init", None)  # it only matters to the command that started the run
-    given["run.resume"] = "last" if which == "auto" else which
+        if "run.out" not in given:
+            raise ValueError("--resume auto needs the folder of the run: add --out")
+        which = None
+        if (Path(given["run.out"]) / "config.json").exists():
+            which = "last"
+            given.pop("model.init", None)  # it only matters to the command that started the run
+    if which is None:
+        return build(with_settings_of_init(given), file=given.get("model.init", "")), None
+    started = started_with(Path(given["run.out"]) if "run.out" in given else newest_run())
+    given["run.resume"] = which
     budget = started.config["optim.tokens"]
     larger = given.get("optim.tokens", budget)
     if larger < budget:
-        before = f"the {budget} tokens of the run in {folder}"
-        raise ValueError(f"--tokens {larger} is less than {before}")
+        raise ValueError(f"--tokens {larger} is less than the {budget} of {started.folder}")
     saved = started.config | {"optim.tokens": larger}
-    return build(resumed(saved, given), file=f"{folder}/config.json"), started
+    return build(resumed(saved, given), file=f"{started.folder}/config.json"), started
 
 
 def resumed(saved: Flat, given: Flat) -> Flat:
@@ -132,9 +132,12 @@ def build(settings: Flat, will_run: bool = True, file: str = "") -> Config:
 
 
 def shared_by_ranks(config: Config) -> Flat:
-    """Return the settings that must be the same on all ranks, {flag: value}; paths may differ."""
+    """Return the settings that must be the same on all ranks, {flag: value}.
+
+    Paths may differ; what the files hold is compared when they are read.
+    """
     shared = flattened(config)
-    for path in ("data.data", "data.tokenizer", "run.out"):
+    for path in ("data.data", "data.tokenizer", "model.init", "run.out"):
         del shared[path]
     return {settings_of(Config)[name].flag or name: value for name, value in shared.items()}
 

@@ -64,6 +64,8 @@ class TransformerConfig:
     causal: ClassVar[bool] = True  # no token sees a later one
 
     def __post_init__(self) -> None:
+        if self.pos not in ("learned", "rope"):
+            raise ValueError(f"pos {self.pos}: choose learned or rope")
         if self.norm not in ("layernorm", "rmsnorm"):
             raise ValueError(f"norm {self.norm}: choose layernorm or rmsnorm")
         if self.mlp not in ("gelu", "swiglu"):
@@ -230,14 +232,10 @@ class Transformer(nn.Module):
 
     def token_meta(self, x: Tensor, positions: Tensor, doc_ids: Tensor | None) -> "TokenMeta":
         """Make what attention reads, once for all layers."""
-        config = self.config
-        if config.pos == "learned":
-            turns = None
-        elif config.pos == "rope":
+        config, turns = self.config, None
+        if config.pos == "rope":
             dtype = torch.promote_types(x.dtype, torch.float32)
             turns = rotation(positions, config.head_width, dtype, config.rotary)
-        else:
-            raise ValueError(f"--pos {config.pos}: choose learned or rope")
         return TokenMeta(positions, doc_ids, config.causal, turns, self.attention_impl(x))
 
     def attention_impl(self, x: Tensor) -> str:

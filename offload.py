@@ -18,11 +18,9 @@ copies time, and what is outside the blocks goes last. The command below needs 2
     h.0, h.4, h.5      weights                     masters, gradients, state   hosted gradients
     h.1, h.2, h.3      weights, two at a time      masters, gradients, state   streamed
 
-Losses do not change. With several ranks only optimizer state is offloaded, because DDP keeps the
-gradients. In reading order, with the function of train.py that calls it: `preview` (run_training);
-`placement_for` and `Offload` (assemble), and its methods `wrap_block` (block_runner),
-`around_backward` (backward), `step` (train_step) and `weights` (state). With Muon, each step copies
-the directions to the GPU, orthogonalises them there, and copies them back.
+Losses do not change. In reading order, with the function of train.py that calls it: `preview`
+(run_training); `placement_for` and `Offload` (assemble), and its methods `wrap_block`
+(block_runner), `around_backward` (backward), `step` (train_step) and `weights` (state).
 
 Papers: Ren et al., arXiv 2101.06840 (ZeRO-Offload); Lin et al., arXiv 2110.03888 (granular: only
         as much as needed; it came without code, so the order is ours)
@@ -80,6 +78,7 @@ class Level(IntEnum):
     STREAMED = 3
 
 
+GRADIENT, MOMENTS = 4, 8  # bytes for each parameter: fp32, and two of AdamW's
 ON_HOST = ("nothing", "state", "state and gradients", "state, gradients and weights")  # by level
 
 
@@ -111,18 +110,28 @@ class Part(NamedTuple):
         return 8 if self.device_dtype() == torch.float32 else 10
 
     def device_bytes(self) -> int:
-        """Return the bytes that stay on the device."""
+        """Return the bytes that stay on the device, and the gradients that wait there."""
         weight = self.device_dtype().itemsize
         # Autocast keeps a copy of a block's fp32 weights until the backward pass. The loss makes
         # that of the embeddings, and has freed it by then.
         cast = 2 if self.dtype == torch.bfloat16 and self.layers else 0
         per_weight = 0 if self.level == Level.STREAMED else weight
         if self.level < Level.HOSTED_GRADIENTS:
-            per_weight += 4 + cast
+            per_weight += GRADIENT + cast
         elif len(self.layers) > 1:  # the device sums the gradients of layers that share a block
             per_weight += weight
         state = self.state_bytes if self.level == Level.RESIDENT else 0
-        return self.numel * per_weight + state + self.small * (4 + 4 + cast + 8)
+        small = self.small * (4 + GRADIENT + MOMENTS + cast)
+        return self.numel * per_weight + state + small + self.waiting_gradients()
+
+    def waiting_gradients(self) -> int:
+        """Return the bytes of the gradients that wait to be summed, of the embedding and the head.
+
+        A backward pass makes the head's first and the embedding's last. The head's waits until then
+        if both are one matrix (tied), or if the host sums it and it has not arrived yet.
+        """
+        head_waits = self.tied or self.level >= Level.HOSTED_GRADIENTS
+        return GRADIENT * self.embedding * (2 if head_waits else 1)
 
 
 class Placement(NamedTuple):
@@ -134,18 +143,12 @@ class Placement(NamedTuple):
     def device_bytes(self) -> int:
         """Return the bytes on the device, without activations and the update's temporary memory.
 
-        Gradients and weights of two blocks each are in transit. A tied embedding has two gradients
-        besides the sum of earlier micro-batches: the head's, which waits for the end of the
-        backward pass, and the input's.
+        Gradients and weights of two blocks each are in transit.
         """
         blocks = [p for p in self.parts if p.layers and p.level >= Level.HOSTED_GRADIENTS]
         gradients = max((p.copied_bytes() for p in blocks), default=0)
         weights = max((p.copied_bytes() for p in blocks if p.level == Level.STREAMED), default=0)
-        total = 2 * gradients + 2 * weights
-        for part in self.parts:
-            two = part.tied or part.level >= Level.HOSTED_GRADIENTS
-            total += part.device_bytes() + 4 * part.embedding * (2 if two else 1)
-        return total
+        return 2 * gradients + 2 * weights + sum(part.device_bytes() for part in self.parts)
 
     def slot_bytes(self) -> int:
         """Return the bytes of a `Slot`, which has room for the gradients of any part."""
@@ -171,19 +174,22 @@ def preview(
 def placement_for(
     config: OffloadConfig, model: "Transformer", runtime: Runtime, muon: bool
 ) -> Placement:
-    """Decide how much of a model to offload, given the memory that was free when the run began."""
+    """Decide how much of a model to offload, given the memory that was free when the run began.
+
+    With several ranks only optimizer state can be offloaded, because DDP keeps the gradients.
+    """
     budget = budget_bytes(config.budget, runtime.device_free)
     most = Level.STREAMED if runtime.world_size == 1 else Level.HOSTED
     return place(parts_of(model, muon, runtime.dtype), budget, most)
 
 
-def budget_bytes(text: str, free: int | None = None) -> int:
+def budget_bytes(text: str, free_bytes: int | None = None) -> int:
     """Parse 6GiB, 800MB or auto, which is half of the free bytes: activations get the rest."""
     if text != "auto":
         return bytes_of("--offload-budget", text)
-    if free is None:
+    if free_bytes is None:
         raise ValueError("--offload-budget auto: free memory is unknown here, give bytes: 6GiB")
-    return free // 2
+    return free_bytes // 2
 
 
 def parts_of(model: "Transformer", muon: bool, dtype: torch.dtype) -> tuple[Part, ...]:
@@ -433,7 +439,8 @@ class Offload:
     def step(self, optimizers: Optimizers, lr: float) -> None:
         """Update the parameters on the device, then those on the host, part by part.
 
-        A part's new weights travel to the device while the host updates the next part.
+        A part's new weights travel to the device while the host updates the next part. Muon copies
+        its directions to the device, orthogonalises them there, and copies them back.
         """
         hosted = {matrix.name for matrix in self.matrices}
         optimizers.step(lr, only=optimizers.named.keys() - hosted)

@@ -19,7 +19,7 @@ gradients, settings. The technique acts where the code says `settings.pseudo.on`
     plan.py     tokens_by_layer   absent layers cost nothing on the clock
     train.py    models_to_come    `owners_to_come`: --offload needs room for every stage
                 assemble          `share_weights`: in a new, resumed or changed model
-                next_trainer      `hand_over` the state when `owners_at` changes; assemble again
+                enter_stage       `hand_over` the state when `owners_at` changes; assemble again
                 train_step        `average` the gradients; `state` saves the owners
 
 Papers: Lin et al., arXiv 2110.03888 (the idea and its name; no code); Yang et al., arXiv 2110.03848
@@ -235,16 +235,16 @@ def moments_for(moments: dict[str, dict], n: float, policy: str) -> dict[str, di
 # ---- the gradients
 
 
-def average(named: dict[str, nn.Parameter], owners: Sequence[int]) -> None:
+def average(parameters: dict[str, nn.Parameter], owners: Sequence[int]) -> None:
     """Average the gradients of shared weights over their uses, in place (arXiv 2110.03848, alg. 1).
 
-    Args: named  parameters by name; autograd has summed their gradients over all uses
-          owners for each layer, the layer whose weights it uses, or ABSENT
+    Args: parameters by name; autograd has summed their gradients over all uses
+          owners     for each layer, the layer whose weights it uses, or ABSENT
     """
     for owner, uses in Counter(owners).items():
         if uses > 1 and owner != ABSENT:
-            shared = [p.grad for name, p in named.items() if name.startswith(f"h.{owner}.")]
-            torch._foreach_div_([gradient for gradient in shared if gradient is not None], uses)
+            block = block_of(parameters, owner).values()
+            torch._foreach_div_([p.grad for p in block if p.grad is not None], uses)
 
 
 # ---- settings

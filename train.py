@@ -11,7 +11,7 @@ with --dropout, whose masks are drawn for each micro-batch). One step, in the or
 
     read_ahead           plan.py: draw samples, pack them into rows, read this rank's rows as a
                          Batch; it plans the next step while this one computes
-    next_trainer         --pseudo: rebuild the model where a stage has ended
+    enter_stage          --pseudo: rebuild the model where a stage has ended
     Trainer.train_step   calls `backward`; with --pseudo averages the gradients of shared weights;
                          clips them; updates the weights, on the host where --offload keeps them
       Trainer.backward   forward and backward, one micro-batch at a time; `block_runner` runs each
@@ -115,16 +115,7 @@ def run_training(run: Run, data: Data, micro_batch: int) -> int:
         runtime.say("compile: blocks are compiled as their shapes come, which takes seconds")
     if s.run.dry_run:
         return 0
-    model = empty_model(shape) if state else initial_model(shape, s, runtime.say)
-    if s.model.init and not state:  # each machine reads its own file: they must be the same
-        bits = sum(sum_of_bits(tensor).item() for tensor in model.state_dict().values())
-        runtime.check_same({"the weights of --init": bits})
-    try:
-        trainer = assemble(s, model=model, runtime=runtime, micro_batch=micro_batch, state=state)
-    except ValueError as error:
-        if state is None:
-            raise
-        raise ValueError(f"{run.resumed_from}: {error}") from None
+    trainer = first_trainer(run, shape, micro_batch, state)
     del state  # free its memory
     run.open_folder(
         bytes=trainer.optimizers.memory(),
@@ -135,14 +126,28 @@ def run_training(run: Run, data: Data, micro_batch: int) -> int:
         peak_flops=peak_flops(runtime),
     )
     runtime.say(f"run: {run.folder}")
-    # Only `train` may hold the trainer, or a stage of --pseudo would not free the one before.
-    trainers = [trainer]
-    del model, trainer
-    stopped_by = train(run, data, plan, trainers.pop())
+    stopped_by = train(run, data, plan, trainer)
     if stopped_by == 0:
         return 0
     runtime.say(f"stopped at step {run.clock.step}; continue with --resume --out {run.folder}")
     return 128 + stopped_by
+
+
+def first_trainer(
+    run: Run, shape: TransformerConfig, micro_batch: int, state: dict | None
+) -> "Trainer":
+    """Make the trainer that a run starts with, from a checkpoint's state if it resumes."""
+    s, runtime = run.settings, run.runtime
+    model = empty_model(shape) if state else initial_model(shape, s, runtime.say)
+    if s.model.init and not state:  # each machine reads its own file: they must be the same
+        bits = sum(sum_of_bits(tensor).item() for tensor in model.state_dict().values())
+        runtime.check_same({"the weights of --init": bits})
+    try:
+        return assemble(s, model=model, runtime=runtime, micro_batch=micro_batch, state=state)
+    except ValueError as error:
+        if state is None:
+            raise
+        raise ValueError(f"{run.resumed_from}: {error}") from None
 
 
 def models_to_come(run: Run, shape: TransformerConfig) -> list[Transformer]:
@@ -169,7 +174,7 @@ def train(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> int:
         for step, waited_ms in read_ahead(plan, run.clock):
             began = time.perf_counter()
             if s.pseudo.on:
-                trainer = next_trainer(trainer, step, run.log)
+                enter_stage(trainer, step, run.log)
             done = trainer.train_step(step)
             run.advance(step.after)
             ms = (time.perf_counter() - began) * 1e3 + waited_ms
@@ -246,12 +251,12 @@ class Done(NamedTuple):
 # ---- assembly
 
 
-def next_trainer(trainer: "Trainer", step: Step, log: Log) -> "Trainer":
-    """The trainer of this step; a new one if a stage of --pseudo has just ended."""
+def enter_stage(trainer: "Trainer", step: Step, log: Log) -> None:
+    """Rebuild the model if a stage of --pseudo has just ended; the trainer is changed in place."""
     s, runtime, clock = trainer.settings, trainer.runtime, step.before
     owners = pseudo.owners_at(s.pseudo, s.model.layers, step.context.progress)
     if owners == trainer.owners:
-        return trainer
+        return
     state = pseudo.hand_over(trainer.state(), owners, s.pseudo.state)
     model, micro_batch = empty_model(trainer.model.config), trainer.micro_batch
     new = assemble(s, model=model, runtime=runtime, micro_batch=micro_batch, state=state)
@@ -270,7 +275,8 @@ def next_trainer(trainer: "Trainer", step: Step, log: Log) -> "Trainer":
         f"--pseudo: after step {clock.step} layers use the weights of {layers}; weights, gradients"
         f" and state {sum(now.values()) / 1e6:,.1f} MB, were {sum(before.values()) / 1e6:,.1f}"
     )
-    return new
+    trainer.model, trainer.loss_of, trainer.optimizers = new.model, new.loss_of, new.optimizers
+    trainer.owners, trainer.offloaded = new.owners, new.offloaded
 
 
 def assemble(
@@ -361,7 +367,7 @@ class LossOf(nn.Module):
 
 @dataclass
 class Trainer:
-    """An assembled model, which can make one optimizer step."""
+    """An assembled model, which can make optimizer steps."""
 
     settings: Config
     runtime: Runtime

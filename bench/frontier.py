@@ -73,7 +73,7 @@ from support import process, runtime
 from support.clock import Clock
 from support.run import Log, read_log
 from support.weights import model_size
-from train import next_trainer
+from train import enter_stage
 
 EMBEDDED = "pd"  # the text of sections whose runs need no --data
 UNIT = 391  # reference steps in a unit of cost, 0.8 M tokens
@@ -262,7 +262,7 @@ def timed_steps(
         all_of.setdefault(shape, []).append(step)
     for shape, alike in all_of.items():
         if settings.pseudo.on:
-            trainer = next_trainer(trainer, alike[0], Log())
+            enter_stage(trainer, alike[0], Log())
         if shapes is None or shape in shapes:
             batches = cycle(alike[:: -(-len(alike) // STEPS_TIMED)])
             yield shape, lambda make=trainer.train_step, batches=batches: make(next(batches))

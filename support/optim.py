@@ -20,13 +20,13 @@ blocks of width 128:
 With several ranks, each orthogonalises a share of every batch, and they exchange the results; with
 --fsdp they first gather the rows of each matrix.
 
-In reading order: `Optimizers`, which train.py makes and calls, Muon (`newton_schulz` is
-its core), and the learning rate, a function of the clock.
+In reading order: `Optimizers`, which train.py makes and calls; Muon, with `newton_schulz` as its
+core; the learning rate, a function of the clock.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -63,12 +63,13 @@ class Optimizers:
     ):
         self.named, self.weight_decay, self.beta2 = named, weight_decay, beta2
         self.is_muon = kind == "muon"
-        self.matrices = [n for n, p in named.items() if self.is_muon and is_for_muon(n, p)]
-        self.matrices.sort(key=lambda name: not name.endswith("c_attn.weight"))
-        others = [name for name in named if name not in self.matrices]
+        self.for_muon = [n for n, p in named.items() if self.is_muon and is_for_muon(n, p)]
+        # The order of the parameters decides the last bits of the gradients' norm.
+        self.for_muon.sort(key=lambda name: not name.endswith("c_attn.weight"))
+        others = [name for name in named if name not in self.for_muon]
         self.decayed = [name for name in others if named[name].ndim > 1]
-        self.plain = [name for name in others if named[name].ndim < 2]
-        self.parameters = [named[n] for n in (*self.matrices, *self.decayed, *self.plain)]
+        self.undecayed = [name for name in others if named[name].ndim < 2]
+        self.parameters = [named[n] for n in (*self.for_muon, *self.decayed, *self.undecayed)]
         self.device = device or self.parameters[0].device
         self.state: dict[str, dict[str, Tensor]] = {}  # by name; made at a parameter's first update
 
@@ -88,17 +89,23 @@ class Optimizers:
     @torch.no_grad()
     def step(self, lr: float, only: Collection[str] | None = None) -> None:
         """Update all weights that have a gradient, or `only` those named; free the gradients."""
-        names = self.named if only is None else only
-        chosen = {name for name in names if self.named[name].grad is not None}
-        matrices = [name for name in self.matrices if name in chosen]
-        for batch in grouped(matrices, self.muon_batch_of):
+        asked = self.named if only is None else only
+        chosen = {name for name in asked if self.named[name].grad is not None}
+
+        def batches(names: list[str], key: Callable[[str], Hashable]) -> Iterable[list[str]]:
+            return grouped([name for name in names if name in chosen], key)
+
+        for batch in batches(self.for_muon, self.muon_batch_of):
             self.update_by_muon(batch, lr)
-        for names, weight_decay in ((self.decayed, self.weight_decay), (self.plain, 0.0)):
-            names = [name for name in names if name in chosen]
-            for batch in grouped(names, lambda name: self.named[name].device):
-                self.update_by_adamw(batch, lr, weight_decay)
+        for batch in batches(self.decayed, self.device_of):
+            self.update_by_adamw(batch, lr, self.weight_decay)
+        for batch in batches(self.undecayed, self.device_of):
+            self.update_by_adamw(batch, lr, 0.0)
         for name in chosen:
             self.named[name].grad = None
+
+    def device_of(self, name: str) -> torch.device:
+        return self.named[name].device
 
     def muon_batch_of(self, name: str) -> tuple:
         """Return what matrices of one batch have in common."""
@@ -113,12 +120,15 @@ class Optimizers:
         directions = look_ahead(matrices, momenta)
         if is_dtensor(matrices[0]):
             directions = whole_matrices(directions, matrices)
-        # The same name again, so that the list is freed before the iteration takes its memory.
-        directions = stacked(directions, self.device)  # (n, rows, columns)
-        update = orthogonalised_by_ranks(directions.to(self.device, non_blocking=True), heights)
+        stack = stacked(directions, self.device)  # (n, rows, columns)
+        del directions  # the iteration needs the memory
+        update = orthogonalised_by_ranks(stack.to(self.device, non_blocking=True), heights)
         weights = [local_rows(matrix) for matrix in matrices]
         torch._foreach_mul_(weights, 1 - lr * self.weight_decay)  # a GPU may still orthogonalise
-        update = directions.copy_(update) if directions.is_pinned() else update.to(weights[0])
+        if stack.is_pinned():  # its page-locked memory serves the way back too
+            update = stack.copy_(update)
+        else:
+            update = update.to(weights[0])
         if is_dtensor(matrices[0]):
             update = slice_of_rank(update, len(weights[0]))
         # If the heights differ, none exceeds the number of columns: one rate serves them all.

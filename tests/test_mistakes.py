@@ -42,7 +42,7 @@ CASES = {  # command -> part of its message
     "train --resume": "--resume: runs/ holds no run; name one with --out",
     "train --resume --out full": "--resume: full holds no run",
     "train --resume --out R --lr 0.5": "--lr 0.5 differs from --lr",
-    "train --resume --out R --tokens 9": "--tokens 9 is less than the 512 tokens of the run in R",
+    "train --resume --out R --tokens 9": "--tokens 9 is less than the 512 of R",
     "train --resume auto": "--resume auto needs the folder of the run: add --out",
     # text
     "prepare nowhere.txt --out new": "nowhere.txt",

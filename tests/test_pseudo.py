@@ -283,17 +283,17 @@ def test_a_shadow_is_evaluated_and_sampled_like_any_model(folder_of, capsys, mon
         sample.main([str(run), "--checkpoint", shadow, "--prompt", "", "--tokens", "5"])
 
 
-def test_a_stage_frees_the_trainer_of_the_one_before(run, monkeypatch):
+def test_a_stage_frees_the_model_of_the_one_before(run, monkeypatch):
     """Otherwise the weights and optimizer state of the first stage would stay to the end."""
-    before, alive, next_trainer = [], [], train.next_trainer
+    before, alive, enter_stage = [], [], train.enter_stage
 
     def noting(trainer, step, log):
         alive.append([of() is not None for of in before])
-        new = next_trainer(trainer, step, log)
-        if new is not trainer:
-            before.append(weakref.ref(trainer))
-        return new
+        old = weakref.ref(trainer.optimizers)
+        enter_stage(trainer, step, log)
+        if old() is not trainer.optimizers:
+            before.append(old)
 
-    monkeypatch.setattr(train, "next_trainer", noting)
+    monkeypatch.setattr(train, "enter_stage", noting)
     run(f"{SHORT} --pseudo --pseudo-layers 2 --pseudo-until 0.5")
     assert alive[-1] == [False]
