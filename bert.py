@@ -40,7 +40,7 @@ from data import (
     Samples,
     as_pieces,
     as_rows,
-    equal_documents,
+    equal_pieces,
     indices_in_batch,
     loss_divisor,
     numbered,
@@ -102,7 +102,7 @@ class BertTask:
 
     special_ids: SpecialIds
     nsp: bool = False
-    per_document: bool = False
+    per_piece: bool = False
     evaluated: ClassVar[str] = "bert"
 
     def pieces(self, spans: np.ndarray, *key: object) -> np.ndarray:
@@ -155,7 +155,7 @@ class BertTask:
             masked=torch.from_numpy(masked),
             answers=answers,
         )
-        return self.weighted(batch, all_rows) if are_pairs or self.per_document else batch
+        return self.weighted(batch, all_rows) if are_pairs or self.per_piece else batch
 
     def weighted(self, batch: BertBatch, all_rows: Rows) -> BertBatch:
         """Set the weights of the targets.
@@ -166,8 +166,8 @@ class BertTask:
         is_masked = torch.zeros_like(batch.targets, dtype=torch.bool)
         is_masked.view(-1)[batch.masked] = True
         weights = is_masked.float()
-        if self.per_document:
-            weights = equal_documents(is_masked, batch.doc_ids)
+        if self.per_piece:
+            weights = equal_pieces(is_masked, batch.doc_ids)
         if batch.answers is not None:
             answers = int((answers_of(all_rows.pieces) != IGNORE).sum())
             weights.view(-1)[batch.answers] = loss_divisor(self, all_rows) / max(answers, 1)

@@ -154,10 +154,10 @@ Task = GptTask | BertTask
 
 def task_of(config: Config, encoding: tiktoken.Encoding) -> Task:
     """Choose what the model learns: how rows become a Batch, and what their targets are."""
-    per_document = config.optim.loss_per == "document"
+    per_piece = config.optim.loss_per == "document"
     if config.model.model == "bert":
-        return BertTask(SpecialIds.of(encoding), config.model.nsp, per_document)
-    return GptTask(per_document)
+        return BertTask(SpecialIds.of(encoding), config.model.nsp, per_piece)
+    return GptTask(per_piece)
 
 
 def transformer_config(

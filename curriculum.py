@@ -138,7 +138,7 @@ class Ranking:
 class Pool:
     """The samples that are among the first counts[i] of rankings[i], for every i.
 
-    They are drawn by rank, the place of a sample in the first ranking, which limits most.
+    They are drawn by their positions in the first ranking, which limits most.
     """
 
     rankings: tuple[Ranking, ...]
@@ -146,12 +146,12 @@ class Pool:
 
     @property
     def reach(self) -> int:
-        """How many ranks can be drawn."""
+        """How many positions can be drawn; with several rankings not all are in the pool."""
         return self.counts[0]
 
-    def ids(self, ranks: np.ndarray) -> np.ndarray:
-        """Return the samples at these ranks, (n,) int64; -1 for one that is not in the pool."""
-        ids = self.rankings[0].order[ranks].astype(np.int64)
+    def ids(self, positions: np.ndarray) -> np.ndarray:
+        """Return the samples at these positions, (n,) int64; -1 for one outside the pool."""
+        ids = self.rankings[0].order[positions].astype(np.int64)
         for ranking, count in zip(self.rankings[1:], self.counts[1:], strict=True):
             ids[~ranking.holds(ids, count)] = -1
         return ids
@@ -161,14 +161,14 @@ class Pool:
         """How many samples are in the pool; estimated from SCAN of them if there are many."""
         if len(self.rankings) == 1:
             return self.reach
-        ranks = np.linspace(0, self.reach - 1, min(self.reach, SCAN)).astype(np.int64)
-        return round((self.ids(ranks) >= 0).mean() * self.reach)
+        positions = np.linspace(0, self.reach - 1, min(self.reach, SCAN)).astype(np.int64)
+        return round((self.ids(positions) >= 0).mean() * self.reach)
 
     @property
     def is_empty(self) -> bool:
         firsts = range(0, self.reach, SCAN)
         blocks = (np.arange(first, min(first + SCAN, self.reach)) for first in firsts)
-        return all((self.ids(ranks) < 0).all() for ranks in blocks)
+        return all((self.ids(positions) < 0).all() for positions in blocks)
 
 
 @lru_cache(maxsize=4)  # several calls for each step ask for the same pool
@@ -265,10 +265,12 @@ def parse_metrics(config: CurriculumConfig, seq_len: int, packed: bool) -> dict[
     Raises: ValueError, naming the flag, for a setting that cannot work; whether a metric exists and
             suits the samples, analyze.check_metrics checks
     """
-    names = config.metrics
-    columns = [one_each(s, getattr(config, s), names) for s in ("start", "share", "pace", "by")]
-    settings = (CurriculumConfig(*values) for values in zip(names, *columns, strict=True))
-    return {setting.metric: parse_metric(setting, seq_len, packed) for setting in settings}
+    names, parsed = config.metrics, {}
+    columns = {s: one_each(s, getattr(config, s), names) for s in ("start", "share", "pace", "by")}
+    for i, name in enumerate(names):
+        of_metric = {setting: column[i] for setting, column in columns.items()}
+        parsed[name] = parse_metric(CurriculumConfig(name, **of_metric), seq_len, packed)
+    return parsed
 
 
 def one_each(setting: str, text: str | None, names: list[str]) -> list[str | None]:
@@ -327,36 +329,35 @@ def parse_pace(text: str) -> Pacing:
 
     Example: discrete:64@0.1:256 has the level 64 until 0.1 of the run, then 256
     """
-    flag = "--curriculum-pace"
     kind, _, details = text.partition(":")
     if text == "linear":
         return Pacing()
     if kind == "root":
-        return Pacing(degree=number(details or 2, flag))
+        return Pacing(degree=number(details or 2, "--curriculum-pace"))
     if not re.fullmatch("discrete:([^@:]+@[^@:]+:)*[^@:]+", text):
         known = "linear, root:DEGREE or discrete:LEVEL@SHARE:...:LEVEL"
-        raise ValueError(f"{flag} {text} is unknown: choose {known}")
+        raise ValueError(f"--curriculum-pace {text} is unknown: choose {known}")
     levels = [level.partition("@") for level in details.split(":")]
     return Pacing(
-        levels=tuple(number(level, flag, int) for level, _, _ in levels),
-        until=tuple(number(share, flag, high=1) for _, _, share in levels[:-1]),
+        levels=tuple(number(level, "--curriculum-pace", int) for level, _, _ in levels),
+        until=tuple(number(share, "--curriculum-pace", high=1) for _, _, share in levels[:-1]),
     )
 
 
-def number(text: str | float, flag: str, kind: type = float, high: int = 2**53) -> float:
+def number(text: str | float, written: str, kind: type = float, high: int = 2**53) -> float:
     """Parse a number above 0, at most `high`: a float64 holds every integer up to 2^53."""
     value = number_of(str(text))
     if not 0 < value <= high or kind(value) != value:
         wanted = "number" if kind is float else "whole number"
-        raise ValueError(f"{flag} {text} must be a {wanted} above 0, at most {high:,}")
+        raise ValueError(f"{written} {text} must be a {wanted} above 0, at most {high:,}")
     return kind(value)
 
 
 def check_pacing(pacing: Pacing) -> None:
-    """Refuse a pacing that cannot work."""
+    """Refuse a pacing that cannot work; ValueError names the flag."""
     if any(after <= before for before, after in pairwise((0, *pacing.until))):
-        raise ValueError(f"the ends {pacing.until} of the levels must increase, from above 0")
-    subject = "level" if pacing.levels else "--curriculum-start"
+        raise ValueError(f"--curriculum-pace: the ends {pacing.until} of its levels must increase")
+    subject = "--curriculum-pace: level" if pacing.levels else "--curriculum-start"
     for level in pacing.levels or (pacing.start,):
         if not 1 <= level <= pacing.end:
             raise ValueError(f"{subject} {level} must be from 1 to {pacing.end}, the highest")

@@ -307,7 +307,7 @@ def reshape(spans: np.ndarray, seq_len: int, length: int) -> Rows:
 class GptTask:
     """What a GPT learns: to predict every token from those before it (bert.py has another task)."""
 
-    per_document: bool = False  # --loss-per document: all documents weigh the same in the loss
+    per_piece: bool = False  # --loss-per document: all pieces weigh the same in the loss
     evaluated: ClassVar[str] = "pieces"  # the kind of samples in which it is evaluated
     nsp: ClassVar[bool] = False  # whether it reads pairs
 
@@ -324,17 +324,17 @@ class GptTask:
     ) -> Batch:
         """Read the text of these rows, which are some of a step's `all_rows`."""
         batch = collate(store, rows, seq_len)
-        if not self.per_document:
+        if not self.per_piece:
             return batch
-        return replace(batch, weights=equal_documents(batch.targets != IGNORE, batch.doc_ids))
+        return replace(batch, weights=equal_pieces(batch.targets != IGNORE, batch.doc_ids))
 
 
 def loss_divisor(task, rows: Rows) -> int:
-    """Return what the sum of a step's losses is divided by: its targets, or its documents.
+    """Return what the sum of a step's losses is divided by: its targets, or its pieces.
 
     Only lengths are needed, so a rank knows it for all ranks without reading their rows.
     """
-    return len(rows.pieces) if task.per_document else int(task.targets(rows).sum())
+    return len(rows.pieces) if task.per_piece else int(task.targets(rows).sum())
 
 
 def collate(store: AnyStore, rows: Rows, seq_len: int) -> Batch:
@@ -384,12 +384,12 @@ def as_rows(rows: int, *arrays: np.ndarray) -> list[Tensor]:
     return [torch.from_numpy(array.reshape(rows, -1)) for array in arrays]
 
 
-def equal_documents(is_target: Tensor, doc_ids: Tensor) -> Tensor:
-    """Weigh targets (B, T) so that each document weighs 1: float32, 0 where there is no target.
+def equal_pieces(is_target: Tensor, doc_ids: Tensor) -> Tensor:
+    """Weigh targets (B, T) so that each piece weighs 1: float32, 0 where there is no target.
 
     Paper: Krell et al., arXiv 2107.02027, section 3.2.3: without weights, long documents dominate
     """
-    documents = doc_ids.clamp(min=0)  # (B, T)
+    piece = doc_ids.clamp(min=0)  # (B, T)
     weights = is_target.float()
-    targets = torch.zeros_like(weights).scatter_add(1, documents, weights)
-    return weights / targets.gather(1, documents).clamp(min=1)
+    targets = torch.zeros_like(weights).scatter_add(1, piece, weights)
+    return weights / targets.gather(1, piece).clamp(min=1)

@@ -178,10 +178,10 @@ class Evaluation:
         )
 
     def run(self, model: nn.Module, runtime: Runtime, micro_batch: int) -> HeldOut:
-        """Evaluate the model on all rows; the arguments are those of `documents`."""
-        return self.total(self.documents(model, runtime, micro_batch))
+        """Evaluate the model on all rows; the arguments are those of `score_documents`."""
+        return self.total(self.score_documents(model, runtime, micro_batch))
 
-    def documents(
+    def score_documents(
         self, model: nn.Module, runtime: Runtime, micro_batch: int, show: bool = False
     ) -> list[DocumentScores]:
         """Evaluate the model on all rows and sum by document, store after store.
@@ -192,19 +192,18 @@ class Evaluation:
                  with `tokens`, of the documents with a chosen piece
         Raises:  ValueError if there is no target, for example if none of a few tokens is masked
         """
-
         scorer = Scorer(model, runtime, micro_batch, show)
         of_each = []
         for part in self.parts:
             of_piece = scorer.sums(self.nats, 3, part.text.rows, self.reader(part, part.text))
             numbers = part.text.document
-            nats, targets, size = sum_by_key(numbers, len(part.documents), of_piece.T).T
+            nats, targets, size = sum_by_key(numbers, len(part.documents), of_piece)
             if not targets.any():
                 raise ValueError(f"{part.store.path}: no target in {part.description}")
             right = pairs = 0
             if part.pairs:
                 read = self.reader(part, part.pairs)
-                right, pairs = scorer.sums(pair_scores, 2, part.pairs.rows, read).sum(axis=0)
+                right, pairs = scorer.sums(pair_scores, 2, part.pairs.rows, read).sum(axis=1)
             chosen = np.arange(len(part.documents)) if part.is_whole else np.unique(numbers)
             scores = DocumentScores(
                 numbers=chosen + part.documents.start,
@@ -284,13 +283,13 @@ class Scorer:
     def sums(
         self, measure: Measure, columns: int, rows: Rows, read: Callable[[Rows], Batch]
     ) -> np.ndarray:
-        """Sum the columns of a measure over the tokens of each piece: (pieces, columns) float64.
+        """Sum the columns of a measure over the tokens of each piece: (columns, pieces) float64.
 
         Every rank gets the same sums. Any number of ranks adds the same numbers in the same order.
 
         Args: read reads the text of some of the rows
         """
-        runtime, sums = self.runtime, np.zeros((len(rows.pieces), columns))
+        runtime, sums = self.runtime, np.zeros((columns, len(rows.pieces)))
         turns = -(-len(rows) // (self.micro_batch * runtime.world_size))
         hidden = None if self.show and runtime.is_rank0 else True  # None: show it on a terminal
         mine = shares_of_rank(len(rows), self.micro_batch, runtime)
@@ -305,7 +304,7 @@ class Scorer:
                     at, *values = measure(self.model, runtime, batch)
                 piece = torch.from_numpy(some.offsets[:-1, None]) + batch.doc_ids  # (B, T)
                 first, n = rows.offsets[numbers[0]], len(some.pieces)
-                sums[first : first + n] = sum_by_key(piece.flatten()[at], n, values)
+                sums[:, first : first + n] = sum_by_key(piece.flatten()[at], n, values)
         return runtime.reduce(torch.from_numpy(sums)).numpy()
 
     def take_part(self) -> None:
@@ -316,18 +315,18 @@ class Scorer:
 
 
 def sum_by_key(key: np.ndarray | Tensor, keys: int, columns: Sequence) -> np.ndarray:
-    """Sum each column by key: (keys, columns)."""
-    return np.stack([np.bincount(key, column, keys) for column in columns], axis=1)
+    """Sum each column by key: (columns, keys)."""
+    return np.stack([np.bincount(key, column, keys) for column in columns])
 
 
-def shares_of_rank(count: int, micro_batch: int, runtime: Runtime) -> Iterator[np.ndarray]:
+def shares_of_rank(rows: int, micro_batch: int, runtime: Runtime) -> Iterator[np.ndarray]:
     """Yield the numbers of this rank's rows, `micro_batch` at a time; in the last round maybe none.
 
     Example: 10 rows, two ranks, 3 at a time: rank 0 has 0 1 2, then 6 7 8; rank 1 3 4 5, then 9
     """
-    for turn in range(0, count, runtime.world_size * micro_batch):
+    for turn in range(0, rows, runtime.world_size * micro_batch):
         first = turn + runtime.rank * micro_batch
-        yield np.arange(first, max(min(first + micro_batch, count), first))
+        yield np.arange(first, max(min(first + micro_batch, rows), first))
 
 
 # ---- the command
@@ -346,7 +345,7 @@ def main(argv: list[str] | None = None) -> None:
     evaluation = Evaluation(data, task, settings.data.seq_len, tokens=args.tokens)
     if file and len(evaluation.parts) > 1:
         raise ValueError(f"--by-document: {data.store.path} names several: choose one with --data")
-    of_each = evaluation.documents(model, runtime, args.rows, show=True)
+    of_each = evaluation.score_documents(model, runtime, args.rows, show=True)
     result = evaluation.total(of_each)
     if not math.isfinite(result.val_loss):
         raise ValueError(f"{args.run}: the model's loss on this text is not finite")

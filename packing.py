@@ -44,8 +44,8 @@ from support.settings import flag
 PACKERS = ("lpfhp", "spfhp", "nnlshp")
 BATCHES = ("rows", "documents")  # of these a packed step has as many as an unpacked one
 DEFAULT = "lpfhp"  # needs the fewest rows without SciPy (docs/packing.md)
-PATTERNS = 10_000  # most patterns nnlshp may weigh in each window of a run: takes some seconds
-MOST = 100_000  # most patterns it may weigh at all: a matrix of 400 MB at length 512
+MOST_IN_RUN = 10_000  # patterns that nnlshp may weigh in each window of a run, in some seconds
+MOST_AT_ALL = 100_000  # patterns that it may weigh: a matrix of 400 MB at length 512
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ def resolved(config: PackConfig, seq_len: int, is_bert: bool) -> PackConfig:
     most = min(config.max_per_row or seq_len, seq_len)
     if config.packer == "nnlshp":
         require_scipy()
-        if number_that_fill(seq_len, most) > PATTERNS:
-            raise ValueError(f"--pack-max-per-row {most} gives nnlshp over {PATTERNS:,} patterns")
+        if number_that_fill(seq_len, most) > MOST_IN_RUN:
+            raise ValueError(f"--pack-max-per-row {most}: nnlshp has over {MOST_IN_RUN:,} patterns")
     return replace(config, batch=config.batch or ("documents" if is_bert else "rows"))
 
 
@@ -130,14 +130,14 @@ def pack(
     """
     max_len = len(counts) - 1
     if max_per_row is not None and max_per_row < 1:
-        raise ValueError(f"--max-per-row {max_per_row} must be at least 1")
+        raise ValueError(f"max_per_row {max_per_row} must be at least 1")
     most = min(max_per_row or max_len, max_len)
     if packer == "nnlshp":
         rows = least_squares(counts, most)
     elif packer in PACKERS:
         rows = greedy(counts, most, tightest=packer == "lpfhp")
     else:
-        raise ValueError(f"--packer {packer} is unknown: choose one of {', '.join(PACKERS)}")
+        raise ValueError(f"packer {packer} is unknown: choose one of {', '.join(PACKERS)}")
     return dict(sorted(rows.items(), reverse=True))
 
 
@@ -231,8 +231,8 @@ def least_squares(counts: np.ndarray, max_per_row: int) -> Counter[Pattern]:
     from scipy.optimize import nnls
 
     max_len = len(counts) - 1
-    if number_that_fill(max_len, max_per_row) > MOST:
-        raise ValueError(f"--max-per-row {max_per_row} gives nnlshp over {MOST:,} patterns")
+    if number_that_fill(max_len, max_per_row) > MOST_AT_ALL:
+        raise ValueError(f"max_per_row {max_per_row}: nnlshp has over {MOST_AT_ALL:,} patterns")
     patterns = list(patterns_that_fill(max_len, max_per_row, max_len))
     places = np.zeros((max_len, len(patterns)))  # how often each length occurs in each pattern
     for j, pattern in enumerate(patterns):
@@ -246,7 +246,7 @@ def least_squares(counts: np.ndarray, max_per_row: int) -> Counter[Pattern]:
 
 
 def number_that_fill(space: int, most: int) -> int:
-    """Count what `patterns_that_fill` yields if any length is allowed; may stop above MOST.
+    """Count what `patterns_that_fill` yields if any length is allowed; may stop above MOST_AT_ALL.
 
     A number has as many partitions into at most k parts as into parts of at most k.
     """
@@ -254,7 +254,7 @@ def number_that_fill(space: int, most: int) -> int:
     for part in range(1, min(most, space) + 1):
         for total in range(part, space + 1):
             ways[total] += ways[total - part]
-        if ways[space] > MOST:
+        if ways[space] > MOST_AT_ALL:
             break
     return ways[space]
 

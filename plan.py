@@ -63,7 +63,7 @@ class Step(NamedTuple):
     batch: Batch  # this rank's rows, on its device; the last ones may be blank
     row_numbers: Tensor  # (B,) int64, the numbers of these rows among the rows of all ranks
     window: "Window"  # the rows of all ranks
-    divisor: int  # of the sum of losses: the targets of all ranks, or their documents
+    divisor: int  # of the sum of losses: the targets of all ranks, or their pieces
     context: StepContext
     tokens_by_layer: list[int]  # how many tokens of a full row each layer sees
     before: Clock

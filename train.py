@@ -104,7 +104,7 @@ def run_training(run: Run, data: Data, micro_batch: int) -> int:
     shape = config.transformer_config(s, *run.size)
     plan = Plan(s, data.store, config.task_of(s, data.encoding), runtime, shape)
     state = run.restore() if run.started else None
-    if run.started and runtime.on_rank0(run.is_complete):
+    if run.started and runtime.on_rank0(run.has_ended):
         runtime.say(f"{run.folder} is finished: its {s.optim.tokens:,} tokens are consumed")
         return 0
     if s.offload.on:
@@ -190,7 +190,7 @@ def train(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> int:
                 return stop.number or signal.SIGTERM
             is_best = evaluate_if_due(run, trainer, evaluation)
             is_due = due(s.run.checkpoint_every, step.before, step.after)
-            if is_best or is_due or run.is_finished:
+            if is_best or is_due or run.budget_is_consumed:
                 run.save(trainer.state(), trainer.optimizers.named)
     finish(run, data, plan, trainer)
     return 0

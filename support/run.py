@@ -39,7 +39,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
 
@@ -202,10 +201,10 @@ class Run:
                 " the decay of --schedule wsd begins, or with --min-lr 1"
             )
 
-    def is_complete(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the budget is consumed and everything after the last step is done too."""
         ended = (line["event"] == "finished" for line in read_log(self.folder))
-        return self.is_finished and any(ended)
+        return self.budget_is_consumed and any(ended)
 
     def open_folder(self, **about: object) -> None:
         """Make the folder, or continue in the existing one; log `about` in the "run" line."""
@@ -258,14 +257,15 @@ class Run:
     # ---- progress
 
     @property
-    def is_finished(self) -> bool:
-        """Whether the budget is consumed; the last evaluation may still be missing."""
+    def budget_is_consumed(self) -> bool:
+        """Whether no step is left; the last evaluation may still be missing."""
         return self.clock.consumed_tokens >= self.settings.optim.tokens
 
     def advance(self, after: Clock) -> None:
         """Move the clock past a step, and note whether an evaluation is due after it."""
         before, self.clock = self.clock, after
-        self.evaluation_due = due(self.settings.run.eval_every, before, after, self.is_finished)
+        every, is_last = self.settings.run.eval_every, self.budget_is_consumed
+        self.evaluation_due = due(every, before, after, is_last)
 
     def record_evaluation(self, bits_per_byte: float) -> bool:
         """Record the result of the evaluation that was due; return whether it is the best."""
@@ -392,13 +392,11 @@ def new_folder(out: str | None, stem: str) -> Path:
 
 
 def provenance() -> dict[str, str]:
-    """Return what produced a result: command, commit, versions, machine."""
+    """Return what produced a result, besides `made_by`: command, commit, Python, machine."""
     return {
         "argv": " ".join(sys.argv),
         "commit": commit(),
         "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "threads": str(torch.get_num_threads()),
         "machine": f"{platform.system()} {platform.machine()}",
     }
 

@@ -265,7 +265,7 @@ class OptimConfig:
         "--beta2", None, "of AdamW (default: 0.95, nano GPT 0.99, BERT 0.999)", least=0, below=1
     )
     loss_per: str = flag(
-        "--loss-per", "token", "units that weigh the same in the loss", ("token", "document")
+        "--loss-per", "token", "what weighs the same in the loss", ("token", "document")
     )
     grad_clip: float = flag("--grad-clip", 1.0, "maximum gradient norm; 0: no clipping", least=0)
 
@@ -286,27 +286,26 @@ class Settings:
 def with_defaults(settings: Flat) -> Flat:
     """Fill in the settings that follow from --size or from other settings."""
     s = {name: value for name, value in settings.items() if value is not None}
-    name = s.setdefault("model.size", "nano")
-    size = SIZES[name]
+    # With --init the size is known if it names a run, and may be missing for published weights.
+    is_nano = s.get("model.size", None if "model.init" in s else "nano") == "nano"
+    is_new_nano = is_nano and "model.init" not in s
+    size = SIZES[s.setdefault("model.size", "nano")]
     s.setdefault("model.layers", size.layers)
     s.setdefault("model.heads", size.heads)
     s.setdefault("model.width", size.width)
     is_llama, width = s.get("model.block") == "llama", s["model.width"]
     s.setdefault("model.kv_heads", s["model.heads"])
     s.setdefault("model.mlp_width", swiglu_width(width) if is_llama else 4 * width)
-    new_nano = name == "nano" and "model.init" not in s
-    s.setdefault("model.pos", "rope" if is_llama or new_nano else "learned")
+    s.setdefault("model.pos", "rope" if is_llama or is_new_nano else "learned")
     is_bert = s.get("model.model") == "bert"
-    s.setdefault("model.tied", not new_nano or is_bert)
+    s.setdefault("model.tied", not is_new_nano or is_bert)
     # A BERT's documents are padded unless packed: its rows are as long as the published ones.
     T = s.setdefault("data.seq_len", min(size.seq_len, 512) if is_bert else size.seq_len)
     s.setdefault("optim.tokens", size.tokens)
     s.setdefault("optim.schedule_tokens", s["optim.tokens"])
     s.setdefault("optim.batch_tokens", max(size.batch_tokens // T, 1) * T)
     s.setdefault("optim.lr", size.lr)
-    # Published values for BERT and for GPT (GPT-3, appendix B); measured here for a nano GPT. With
-    # --init the size is known if it names a run, and may be missing for published weights.
-    is_nano = new_nano or settings.get("model.size") == "nano"
+    # Published values for BERT and for GPT (GPT-3, appendix B); measured here for a nano GPT.
     s.setdefault("optim.beta2", 0.999 if is_bert else 0.99 if is_nano else 0.95)
     s.setdefault("optim.warmup_tokens", s["optim.tokens"] // 50)
     s.setdefault("run.eval_every", max(s["optim.tokens"] // 5, 1))

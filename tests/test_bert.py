@@ -98,12 +98,12 @@ def test_a_batch_of_pairs_equals_a_worked_example():
     assert batch.targets[:, [0, 6]].tolist() == [[1, 0], [IGNORE, IGNORE]]
 
 
-@pytest.mark.parametrize(("per_document", "weights"), [(False, [1, 1, 1]), (True, [0.5, 0.5, 1])])
-def test_all_answers_weigh_as_much_as_all_masked_tokens(per_document, weights):
+@pytest.mark.parametrize(("per_piece", "weights"), [(False, [1, 1, 1]), (True, [0.5, 0.5, 1])])
+def test_all_answers_weigh_as_much_as_all_masked_tokens(per_piece, weights):
     """Of documents of 10 tokens and of 4, two tokens and one are masked."""
     store = in_memory(range(14))
     pairs = np.array([(0, 10, 0, 5, 5), (10, 14, 0, 2, 12)], PAIR)
-    batch = batch_of(Rows(pairs, np.array([0, 2])), 24, store, nsp=True, per_document=per_document)
+    batch = batch_of(Rows(pairs, np.array([0, 2])), 24, store, nsp=True, per_piece=per_piece)
     of_target = batch.weights.flatten()
     assert of_target[batch.masked].tolist() == weights
     assert of_target[batch.answers].tolist() == [sum(weights) / 2] * 2

@@ -135,12 +135,12 @@ def test_collated_rows_equal_the_definition(rows, padding):
 
 def test_every_document_counts_as_one():
     """Documents of 2 targets and 1 in the first row, of 3 in the second; an empty third row."""
-    rows, per_document = rows_of([(0, 2), (5, 6)], [(2, 5)], []), GptTask(per_document=True)
+    rows, per_piece = rows_of([(0, 2), (5, 6)], [(2, 5)], []), GptTask(per_piece=True)
     third = 1 / 3
     expected = torch.tensor([[0.5, 0.5, 1, 0], [third, third, third, 0], [0, 0, 0, 0]])
-    assert torch.equal(per_document.batch(TOY, rows, 4, rows).weights, expected)
+    assert torch.equal(per_piece.batch(TOY, rows, 4, rows).weights, expected)
     assert GptTask().batch(TOY, rows, 4, rows).weights is None
-    assert (loss_divisor(GptTask(), rows), loss_divisor(per_document, rows)) == (6, 3)
+    assert (loss_divisor(GptTask(), rows), loss_divisor(per_piece, rows)) == (6, 3)
 
 
 def parts_of(rows):

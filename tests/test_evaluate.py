@@ -39,7 +39,7 @@ def evaluation_of(store: Store, seq_len: int = 64, kind: str = "gpt", **more) ->
 
 def documents_of(evaluation, model, rows: int) -> DocumentScores:
     """Return the result by document, of a single store."""
-    return evaluation.documents(model, ONE, rows)[0]
+    return evaluation.score_documents(model, ONE, rows)[0]
 
 
 class Even(nn.Module):

@@ -178,7 +178,7 @@ def test_documents_that_do_not_fit_a_row_are_refused():
 def test_least_squares_with_too_many_patterns_is_refused():
     in_training = ["--pack", "--pack-packer", "nnlshp"]
     message = refusal(config.build, config.parse(in_training))
-    assert message == "--pack-max-per-row 2048 gives nnlshp over 10,000 patterns"
+    assert message == "--pack-max-per-row 2048: nnlshp has over 10,000 patterns"
     assert config.build(config.parse([*in_training, "--pack-max-per-row", "2"])).pack.on
     assert "over 100,000 patterns" in refusal(pack_lengths, [1], 512, "nnlshp", 4)
 
