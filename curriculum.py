@@ -83,6 +83,8 @@ class CurriculumConfig:
 class Pacing(NamedTuple):
     """How the difficulty of one metric changes: along a root of t, or by levels, which may fall.
 
+    The root is start + (t / over)^(1 / degree) (end - start), rounded down to a `multiple`.
+
     Example: with levels (64, 128, 256) and until (10, 25), the difficulty is 64 at t = 10, 128 at
              11 and 256 at 26
     """

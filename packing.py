@@ -19,7 +19,7 @@ Packing acts where the code says `settings.pack.on`:
     announce.py announce          says how attention keeps documents apart
     plan.py     Plan.__init__     the pace of a length curriculum; whether steps share windows
                 Plan.rows_of_step sorts packed rows, so that ranks get equal work
-                Plan.window       calls `packed`, and so `pack_lengths`
+                Plan.window_at    calls `packed`, and so `pack_lengths`
 
 Paper: Krell et al., arXiv 2107.02027. Packers are compared in docs/packing.md.
 

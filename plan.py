@@ -19,8 +19,9 @@ into a sample, so a run that was killed continues with the rows it would have re
 
 Here a window is one step, as it is without --pack. A packed GPT's steps share windows by default:
 the samples of 16 steps (with 4 rows per step, 64 draws) are packed together, into 10 rows in this
-example, under the stage at which the window begins. The cursor holds the first draw of the window
-and how many of its rows have been used.
+example, under the stage at which the window begins. The clock's cursor holds the first draw of the
+window, how many of its rows have been used, at how many consumed tokens it was drawn, and the draw
+at which the shuffle of the present pool began.
 
     step 1   first_draw 0, row 0       reads rows 0 to 3 of the window
          3   first_draw 0, row 8       8 and 9, then 0 and 1 of the window from draw 64
@@ -76,7 +77,7 @@ class Window(NamedTuple):
     rows: Rows
     seq_len: int  # tokens in a row
     stage: Stage  # at which their samples were drawn
-    after: Cursor  # where the next rows begin
+    next_cursor: Cursor  # where the rows after these begin
 
 
 class Plan:
@@ -111,7 +112,7 @@ class Plan:
         """Plan the step after this clock, and read this rank's rows."""
         runtime, context = self.runtime, self.context_at(clock)
         window = self.rows_of_step(clock)
-        tokens = self.tokens_by_layer(context, window.seq_len)
+        tokens_by_layer = self.tokens_by_layer(context, window.seq_len)
         numbers, rows = window.rows.of_rank(runtime.rank, runtime.world_size)
         key = (context.seed, "mask", context.step)
         batch = self.task.batch(self.store, rows, window.seq_len, window.rows, *key)
@@ -121,9 +122,9 @@ class Plan:
             window=window,
             divisor=loss_divisor(self.task, window.rows),
             context=context,
-            tokens_by_layer=tokens,
+            tokens_by_layer=tokens_by_layer,
             before=clock,
-            after=self.clock_after(clock, window, tokens),
+            after=self.clock_after(clock, window, tokens_by_layer),
         )
 
     # ---- which rows
@@ -136,7 +137,7 @@ class Plan:
         if self.steps_share_windows:
             window = self.next_of_windows(clock)
         else:
-            window = self.window(self.cursor_at(clock.consumed_tokens, clock.cursor))
+            window = self.window_at(self.cursor_at(clock.consumed_tokens, clock.cursor))
         if not self.settings.pack.on:
             return window
         lengths = window.rows.lengths + self.special_tokens
@@ -152,15 +153,15 @@ class Plan:
         while missing:
             if cursor.row == 0:  # a window keeps the stage at which it begins
                 cursor = self.cursor_at(clock.consumed_tokens, cursor)
-            window = self.window(cursor._replace(row=0))
+            window = self.window_at(cursor._replace(row=0))
             stop = min(cursor.row + missing, len(window.rows))
             parts.append(window.rows.select(np.arange(cursor.row, stop)))
             missing -= stop - cursor.row
             is_used_up = stop == len(window.rows)
-            cursor = window.after if is_used_up else cursor._replace(row=stop)
+            cursor = window.next_cursor if is_used_up else cursor._replace(row=stop)
             longest = max(longest, window.stage.max_piece_len)
         stage = window.stage._replace(max_piece_len=longest)
-        return Window(Rows.join(parts), self.seq_len, stage, after=cursor)
+        return Window(Rows.join(parts), self.seq_len, stage, next_cursor=cursor)
 
     def cursor_at(self, consumed_tokens: int, last: Cursor) -> Cursor:
         """Return the cursor to draw from now; if the pool has changed, start a new shuffle here."""
@@ -174,7 +175,7 @@ class Plan:
             return Stage(difficulty={}, max_piece_len=self.seq_len, pool=None, note="")
         return self.curriculum.at(consumed_tokens)
 
-    def window(self, cursor: Cursor) -> Window:
+    def window_at(self, cursor: Cursor) -> Window:
         """Draw the samples of a window, and put them into rows.
 
         The result depends only on where the window begins: nothing is carried over between windows,
@@ -254,31 +255,29 @@ class Plan:
             tokens = pseudo.tokens_by_layer(settings.pseudo, context, tokens)
         return tokens
 
-    def clock_after(self, before: Clock, window: Window, tokens: list[int]) -> Clock:
-        """Advance the clock by a step with these rows: the definition of what it counts.
-
-        Args: tokens of a full row that each layer sees
-        """
+    def clock_after(self, before: Clock, window: Window, tokens_by_layer: list[int]) -> Clock:
+        """Advance the clock by a step with these rows: the definition of what it counts."""
         rows, positions = window.rows, len(window.rows) * window.seq_len
         length = rows.lengths + self.special_tokens
         filled, seen = rows.sum_by_row(length), rows.sum_by_row(rows.pieces["seen"])
         flops = flops_of_step(
             self.model,
             window.seq_len,
-            tokens,
+            tokens_by_layer,
             filled=filled,
             squares=rows.sum_by_row(length**2),
             targets=int(self.task.targets(rows).sum()),
         )
+        consumed = effective_tokens(filled, seen, tokens_by_layer)
         return Clock(
             step=before.step + 1,
-            consumed_tokens=before.consumed_tokens + effective_tokens(filled, seen, tokens),
+            consumed_tokens=before.consumed_tokens + consumed,
             real_tokens=before.real_tokens + int(filled.sum() - seen.sum()),
-            layer_tokens=before.layer_tokens + len(rows) * sum(tokens),
+            layer_tokens=before.layer_tokens + len(rows) * sum(tokens_by_layer),
             positions=before.positions + positions,
             pieces=before.pieces + len(length),
             flops=before.flops + flops,
-            cursor=window.after,
+            cursor=window.next_cursor,
         )
 
     def columns(self, step: Step) -> dict[str, object]:
@@ -308,7 +307,7 @@ class Plan:
             draws = clock.cursor.first_draw + point * self.rows_per_step * WINDOW_STEPS
             cursor = self.cursor_at(consumed, clock.cursor._replace(first_draw=draws, row=0))
             at = clock._replace(step=clock.step + round(steps), consumed_tokens=consumed)
-            window = self.window(cursor)
+            window = self.window_at(cursor)
             tokens_by_layer = self.tokens_by_layer(self.context_at(at), window.seq_len)
             after = self.clock_after(at, window, tokens_by_layer)
             windows = budget / FORECAST_POINTS / max(after.consumed_tokens - consumed, 1)

@@ -7,7 +7,9 @@ blocks is gathered as one more group.
 
     train.py       assemble  `shard` the model: after compiling, before the optimizers
                    backward  `sync_gradients`: only the last micro-batch averages
-    optim.py       step      updates `local_rows`; Muon gathers whole matrices
+    optim.py       step      updates `local_rows` in place. Muon gathers whole matrices, of which
+                             each rank orthogonalises a share, and applies this rank's rows
+    run.py         save      adds clock, settings and versions to the state of the trainer
     checkpoint.py  save      `gather_to_rank0`, which writes the same file as without --fsdp
                    load      `scatter_from_rank0`, which has read the file
 

@@ -71,7 +71,7 @@ def test_every_training_token_is_a_target_once_per_pass(store, flags):
     seen = np.zeros(store.meta["train_tokens"], dtype=int)
     window = (16 if p.settings.pack.on else 1) * p.rows_per_step
     for first in range(0, passes, window):
-        rows = p.window(Cursor(first_draw=first)).rows
+        rows = p.window_at(Cursor(first_draw=first)).rows
         assert rows.sum_by_row(rows.lengths).max() <= 32
         assert rows.pieces["stop"].max() <= store.meta["train_tokens"], "held-out text was read"
         for start, stop, _ in rows.pieces:
@@ -98,7 +98,7 @@ def test_the_example_in_the_head_of_plan_py_is_right(store):
     positions = [(s.before.cursor.first_draw, s.before.cursor.row) for s in packed]
     assert positions[:3] == [(0, 0), (0, 4), (0, 8)]
     assert {first for first, _ in positions} >= {0, 64, 128}
-    windows = Rows.join([p.window(Cursor(first_draw=first)).rows for first in (0, 64, 128)])
+    windows = Rows.join([p.window_at(Cursor(first_draw=first)).rows for first in (0, 64, 128)])
     for number, step in enumerate(packed[: len(windows) // 4]):
         of_step = windows.select(np.arange(4 * number, 4 * number + 4))
         assert rows_as_pieces(step.window.rows) == rows_as_pieces(of_step)
