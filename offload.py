@@ -297,6 +297,17 @@ class HostMatrix:
         parameter.data = torch.full(stored, torch.nan, dtype=dtype, device=device).expand(shape)
 
 
+def hosted_matrices(placement: Placement, model: nn.Module) -> list[tuple[str, Part, nn.Parameter]]:
+    """List the matrices that are not resident, by name and part."""
+    named = parameters_by_part(model)
+    return [
+        (name, part, parameter)
+        for part in placement.parts
+        for name, parameter in named[part.name].items()
+        if part.level and parameter.ndim > 1
+    ]
+
+
 class Fetched(NamedTuple):
     weights: list[Tensor]  # of a block, on the device
     event: torch.cuda.Event | None  # when their copy is complete
@@ -315,13 +326,7 @@ class Offload:
     ):
         self.placement, self.model, self.device = placement, model, device
         self.link = Link(device)
-        named = parameters_by_part(model)
-        hosted = [
-            (name, part, parameter)
-            for part in placement.parts
-            for name, parameter in named[part.name].items()
-            if part.level and parameter.ndim > 1
-        ]
+        hosted = hosted_matrices(placement, model)
         sizes = [parameter.numel() * part.bytes_per_weight() for _, part, parameter in hosted]
         slot = placement.slot_bytes()
         one, other, *memories = self.link.memory([slot, slot, *sizes])

@@ -275,7 +275,6 @@ class Plan:
             real_tokens=before.real_tokens + int(filled.sum() - seen.sum()),
             layer_tokens=before.layer_tokens + len(rows) * sum(tokens_by_layer),
             positions=before.positions + positions,
-            pieces=before.pieces + len(length),
             flops=before.flops + flops,
             cursor=window.next_cursor,
         )

@@ -47,7 +47,6 @@ class Clock(NamedTuple):
     real_tokens: int = 0  # tokens read, including a BERT's [CLS] and [SEP] but not padding
     layer_tokens: int = 0  # sum over layers of the positions that each processed, padding included
     positions: int = 0  # of all rows, including padding
-    pieces: int = 0  # pieces of documents placed in rows
     flops: int = 0  # needed on all ranks together, see flops_of_step in support/sizes.py
     cursor: Cursor = Cursor()
 
@@ -80,26 +79,25 @@ class StepContext(NamedTuple):
         return bits(on_device(torch.tensor(seeds), rows.device), rows, T)
 
 
-def effective_tokens(rows: np.ndarray, repeated: np.ndarray, tokens_by_layer: list[int]) -> int:
+def effective_tokens(filled: np.ndarray, seen: np.ndarray, tokens_by_layer: list[int]) -> int:
     """Return what a step consumes: its real tokens, scaled by the share of layers they ran through.
 
     Padding is dropped first, so a layer that keeps K keeps min(n, K) tokens of a row with n.
 
     Paper:   arXiv 2212.03597: a = floor((T (L - l) + r l) / L) for l layers that drop tokens
-    Args:    rows            (B,) tokens of each row, without padding
-             repeated        (B,) how many of these are context that was already a target in an
+    Args:    filled          (B,) tokens of each row, without padding
+             seen            (B,) how many of these are context that was already a target in an
                              earlier row, and is not counted again
              tokens_by_layer (L,) tokens of a full row that each layer sees
-    Returns: sum over rows of floor((n - repeated) sum_l min(n, K_l) / (L n)), which is B a when
-             rows are full
+    Returns: sum over rows of floor((n - seen) sum_l min(n, K_l) / (L n)), which is B a when rows
+             are full
     Example: two rows of 256 in layers that see [256, 128, 128, 128, 128, 256] tokens consume
              2 * floor(1024 / 6) == 340; no layer drops anything of a row of 100 tokens, which
              consumes 100
     """
-    layer_tokens = np.minimum(rows[:, None], np.array(tokens_by_layer)).sum(1)  # (B,)
-    return int(
-        ((rows - repeated) * layer_tokens // (len(tokens_by_layer) * np.maximum(rows, 1))).sum()
-    )
+    layer_tokens = np.minimum(filled[:, None], np.array(tokens_by_layer)).sum(1)  # (B,)
+    whole = len(tokens_by_layer) * np.maximum(filled, 1)  # if no layer dropped any
+    return int(((filled - seen) * layer_tokens // whole).sum())
 
 
 def due(every: int, before: Clock, after: Clock, last: bool = False) -> bool:
