@@ -26,7 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import ALL_ON, SMALL, contents, losses_of, read_log, refusal, same, start_ranks
+from conftest import ALL_ON, SMALL, contents, losses_of, read_log, refusal, same, start_ranks, widen
 from small_batches import LLAMA, batch, for_model, loss_of
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -217,30 +217,21 @@ T, V = 24, 65  # neither 2 nor 3 ranks can share the 65 rows of the embedding ev
 
 
 def gpt(vocab_size: int = V, seq_len: int = T) -> Transformer:
-    return random_model(TransformerConfig(4, 2, 16, 64, seq_len, vocab_size, "rope"))
+    return widen(TransformerConfig(4, 2, 16, 64, seq_len, vocab_size, "rope").build())
 
 
 def gpt_with_shared_block() -> Transformer:
     """Return a model in which layers 1 to 3 share weights and the last layer is absent."""
-    model = random_model(TransformerConfig(5, 2, 16, 64, T, V, "learned"))
+    model = widen(TransformerConfig(5, 2, 16, 64, T, V, "learned").build())
     return pseudo.share_weights(model, (0, 1, 1, 1, pseudo.ABSENT))
 
 
 def llama() -> Transformer:
-    return random_model(TransformerConfig(3, 2, 16, 64, T, V, **LLAMA))
+    return widen(TransformerConfig(3, 2, 16, 64, T, V, **LLAMA).build())
 
 
 def bert() -> Transformer:
-    return random_model(BertConfig(3, 2, 16, 64, T, V, "learned", nsp=True))
-
-
-def random_model(config: TransformerConfig) -> Transformer:
-    """Return a model with random weights; initially scales of norms would be 1 and biases 0."""
-    model, random = config.build(), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.1)
-    return model
+    return widen(BertConfig(3, 2, 16, 64, T, V, "learned", nsp=True).build())
 
 
 def rows_of(model: Transformer, step: int, rows: int) -> Batch:
