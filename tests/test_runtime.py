@@ -89,44 +89,33 @@ def gpu(monkeypatch, tmp_path):
     triton_here.cached_why_not.cache_clear()
 
 
-def assert_both_use(impl: str) -> None:
-    """Assert which implementation attention and token dropping choose for CUDA tensors."""
-    assert chosen_impl("cuda", torch.bfloat16, 64) == ("triton" if impl == "triton" else "dense")
-    with FakeTensorMode():
-        x = torch.empty(2, 5, 4, device="cuda")
-    kept = torch.zeros(2, 3, dtype=torch.int64)
-    assert x.is_cuda and checked_impl("auto", x, kept) == impl
-
-
-GPUS = [
-    ((7, 5), torch.float32, "no Triton kernels: compute capability 7.5 is below 8.0"),
-    ((8, 0), torch.bfloat16, "bf16, one process, 1 threads; Triton kernels"),
+NOWHERE = Path("/nowhere/Python.h")
+GPUS = [  # compute capability, what replaces a part of triton_here, what start says
+    ((7, 5), {}, "; no Triton kernels: compute capability 7.5 is below 8.0"),
+    ((8, 0), {}, "bf16, one process, 1 threads; Triton kernels"),
+    ((9, 0), {"triton": None}, "; no Triton kernels: Triton is not installed"),
+    ((9, 0), {"python_header": lambda: NOWHERE}, f"headers, and {NOWHERE} was not found"),
+    ((9, 0), {"shutil": Mock(which=lambda name: None)}, "and gcc or clang was not found"),
 ]
 
 
-@pytest.mark.parametrize(("capability", "dtype", "said"), GPUS)
-def test_dtype_and_kernels_follow_from_the_compute_capability(gpu, capability, dtype, said):
+@pytest.mark.parametrize(("capability", "replaced", "said"), GPUS)
+def test_dtype_and_kernels_follow_from_the_gpu_and_from_what_triton_lacks(
+    gpu, monkeypatch, capability, replaced, said
+):
+    for name, value in replaced.items():
+        monkeypatch.setattr(triton_here, name, value)
     gpu(*capability)
     assert torch.cuda.is_bf16_supported(), "torch counts emulation as support"
     chosen = start("cuda", "auto")
-    assert chosen.dtype == dtype and said in chosen.why
-    assert_both_use("torch" if capability < (8, 0) else "triton")
+    assert chosen.dtype == (torch.float32 if capability < (8, 0) else torch.bfloat16)
+    assert chosen.why.endswith(said)
     assert start("cuda", "bf16").dtype == torch.bfloat16, "as the flag says"
-
-
-def test_if_triton_lacks_something_start_says_so_and_pytorch_is_used(gpu, monkeypatch, tmp_path):
-    nowhere = Path("/nowhere/Python.h")
-    missing = {
-        "Python's headers, and /nowhere/Python.h was not found": ("python_header", lambda: nowhere),
-        "a C compiler, and gcc or clang was not found": ("shutil", Mock(which=lambda name: None)),
-        "Triton is not installed": ("triton", None),
-    }
-    for said, (name, value) in missing.items():
-        with monkeypatch.context() as patch:
-            patch.setattr(triton_here, name, value)
-            gpu(9, 0)
-            assert start("cuda", "auto").why.endswith(said)
-            assert_both_use("torch")
+    with FakeTensorMode():
+        x = torch.empty(2, 5, 4, device="cuda")
+    kept = torch.zeros(2, 3, dtype=torch.int64)
+    impls = (chosen_impl("cuda", torch.bfloat16, 64), checked_impl("auto", x, kept))
+    assert impls == (("dense", "torch"), ("triton", "triton"))[said.endswith("; Triton kernels")]
 
 
 def test_ranks_communicate_by_nccl_on_gpus_and_by_gloo_on_the_host(gpu, monkeypatch):
@@ -450,14 +439,10 @@ def check_resuming(runtime: Runtime, folder: Path) -> None:
     for tensor in (t for t in (*state["model"].values(), *moments) if t.ndim):
         most = -(-len(tensor) // runtime.world_size) * tensor[0].nbytes
         assert local_rows(tensor).untyped_storage().nbytes() <= most, "it holds more than its rows"
-    check_losses(ours, state, losses)
-    check_losses(Trained(gpt_with_shared_block()), saved, losses)
-
-
-def check_losses(trained: Trained, state: dict, losses: list[float]) -> None:
-    trained.model.load_state_dict(state["model"])
-    trained.optimizers.load_state_dict(state["optimizers"])
-    assert close([trained.step(step)[0] for step in (1, 2)], losses)
+    for trained, loaded in ((ours, state), (Trained(gpt_with_shared_block()), saved)):
+        trained.model.load_state_dict(loaded["model"])
+        trained.optimizers.load_state_dict(loaded["optimizers"])
+        assert close([trained.step(step)[0] for step in (1, 2)], losses)
 
 
 def check_freed_memory_is_kept() -> None:
