@@ -36,14 +36,9 @@ from support.clock import Clock
 from support.process import exit_cleanly
 from support.tokenizer import get_encoding
 
-
-def restore_signals() -> None:
-    """Handle signals again, which a parent such as nohup or a shell with `&` may ignore."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-restore_signals()
+# Handle signals again, which a parent such as nohup or a shell with `&` may ignore.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 train.SAMPLE_TOKENS = 3  # a sample of the default length takes half the time of a tiny run
 
 ROOT = Path(__file__).parents[1]
@@ -138,13 +133,19 @@ multiprocessing.set_forkserver_preload(
 )
 
 
-def start_ranks(ranks: int, *runs: list[str], work: Callable = train.main) -> None:
+def start_ranks(
+    ranks: int, *runs: list[str], work: Callable = train.main, join: bool = True
+) -> list[multiprocessing.Process]:
     """Start ranks as torchrun does; each runs `work` with the first list of flags, then the next.
 
     Args: work a function of the flags of one run, which another process can import
+          join wait for the ranks, and raise the error of one that fails
     """
     arguments = (ranks, free_port(), Path.cwd(), work, runs)
-    start_processes(run_rank, arguments, nprocs=ranks, start_method="forkserver")
+    started = start_processes(
+        run_rank, arguments, nprocs=ranks, join=join, start_method="forkserver"
+    )
+    return [] if join else started.processes
 
 
 def free_port() -> str:
@@ -320,9 +321,9 @@ def why_no_triton(device: str, loops: bool) -> str:
     try:
         count_up[1,](torch.zeros(3), 3)
     except Exception as error:
-        if "only 0-dimensional arrays can be converted to Python scalars" not in str(error):
-            raise
-        return f"Triton {triton.__version__}'s interpreter cannot loop with NumPy {np.__version__}"
+        if "only 0-dimensional arrays can be converted to Python scalars" in str(error):
+            return f"Triton's interpreter cannot loop with NumPy {np.__version__}"
+        raise
     return ""
 
 

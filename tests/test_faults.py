@@ -7,7 +7,6 @@ machines, each rank gets a separate one.
 """
 
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -16,14 +15,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from multiprocessing import Process
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import SMALL, at_step, free_port, losses_of, read_log, run_rank, start_ranks
+from conftest import SMALL, at_step, losses_of, read_log, start_ranks
 
 import analyze
 import prepare
@@ -53,9 +54,9 @@ def place(store_dir, tmp_path, monkeypatch):
 def check_end(folder: Path) -> None:
     """Assert that there is one last evaluation, one sample, one end, and the report."""
     lines = read_log(folder)
-    last = sum(line.get("last", False) for line in lines)
-    counts = [[line["event"] for line in lines].count(event) for event in ("sample", "finished")]
-    assert [last, *counts] == [1, 1, 1] and (folder / "report.html").exists()
+    ends = Counter("last" if line.get("last") else line["event"] for line in lines)
+    assert ends["last"] == ends["sample"] == ends["finished"] == 1
+    assert (folder / "report.html").exists()
 
 
 # ---- kills
@@ -65,8 +66,8 @@ def train_and_kill(argv: list[str]) -> int:
     """Train on a rank. One rank is killed some time after the start or the end of training."""
     rank, moment, seconds, *argv = argv
     if os.environ["RANK"] == rank:
-        owner, name = (train, "StopSignal") if moment == "start" else (train, "finish")
-        real = getattr(owner, name)
+        name = {"start": "StopSignal", "finish": "finish"}[moment]
+        real = getattr(train, name)
 
         def begin(*args):
             timer = threading.Timer(float(seconds), os.kill, (os.getpid(), signal.SIGKILL))
@@ -74,25 +75,11 @@ def train_and_kill(argv: list[str]) -> int:
             timer.start()
             return real(*args)
 
-        setattr(owner, name, begin)
+        setattr(train, name, begin)
     return train.main(argv)
 
 
-Processes = list[multiprocessing.Process]
-
-
-def start_processes(ranks: int, argv: list[str], work: Callable = train_and_kill) -> Processes:
-    """Start a command on this many ranks, without waiting for it."""
-    context, given = multiprocessing.get_context("forkserver"), (ranks, free_port(), Path.cwd())
-    processes = [
-        context.Process(target=run_rank, args=(rank, *given, work, [argv])) for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    return processes
-
-
-def exit_statuses(processes: Processes, seconds: float) -> list[int | None]:
+def exit_statuses(processes: list[Process], seconds: float) -> list[int | None]:
     """Return the exit status of each; None if it did not end in time and was killed."""
     end = time.monotonic() + seconds
     for process in processes:
@@ -122,8 +109,9 @@ def test_randomly_killed_runs_end_the_same(ranks, more, seconds, moment, times, 
         while not ended:
             soon = draw.uniform(0, seconds if moment == "start" else 0.3)
             after = soon if kills < most else 3600
-            strike = f"{draw.randrange(ranks)} {moment} {after} {line}"
-            statuses = exit_statuses(start_processes(ranks, strike.split()), 60)
+            strike = f"{draw.randrange(ranks)} {moment} {after} {line}".split()
+            processes = start_ranks(ranks, strike, work=train_and_kill, join=False)
+            statuses = exit_statuses(processes, 60)
             assert None not in statuses
             ended = not any(statuses)
             kills += -signal.SIGKILL in statuses
@@ -271,7 +259,7 @@ def train_and_lose_a_rank(argv: list[str]) -> int:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_reports_that_it_lost_another_and_after_which_step(victim, number, more, place):
     argv = f"{victim} {int(number)} {BEGIN} {more}".split()
-    processes = start_processes(2, argv, work=train_and_lose_a_rank)
+    processes = start_ranks(2, argv, work=train_and_lose_a_rank, join=False)
     assert exit_statuses([processes[1 - victim]], 60) == [1]
     processes[victim].kill()
     *_, said = Path(f"said-{1 - victim}").read_text().splitlines()
