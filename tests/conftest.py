@@ -80,9 +80,7 @@ def run(store_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def start(flags: str = "", out: str = "run") -> list[dict]:
-        argv = f"{SMALL} --data {store_dir} --out {out} {flags}".split()
-        status = train.main(argv)
-        assert status == 0
+        assert train.main(f"{SMALL} --data {store_dir} --out {out} {flags}".split()) == 0
         return read_log(tmp_path / out)
 
     return start
@@ -142,10 +140,10 @@ def start_ranks(
           join wait for the ranks, and raise the error of one that fails
     """
     arguments = (ranks, free_port(), Path.cwd(), work, runs)
-    started = start_processes(
-        run_rank, arguments, nprocs=ranks, join=join, start_method="forkserver"
-    )
-    return [] if join else started.processes
+    started = start_processes(run_rank, arguments, ranks, join=False, start_method="forkserver")
+    while join and not started.join():
+        pass  # until the last one has ended
+    return started.processes
 
 
 def free_port() -> str:
