@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -11,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from multiprocessing import Process, get_context, set_forkserver_preload
 from pathlib import Path
 from random import SystemRandom
 
@@ -33,7 +33,7 @@ import train
 from kernels.triton_here import tl, triton
 from prepare import prepare
 from support.clock import Clock
-from support.process import exit_cleanly
+from support.process import ROOT, exit_cleanly
 from support.tokenizer import get_encoding
 
 # Handle signals again, which a parent such as nohup or a shell with `&` may ignore.
@@ -41,7 +41,6 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 train.SAMPLE_TOKENS = 3  # a sample of the default length takes half the time of a tiny run
 
-ROOT = Path(__file__).parents[1]
 TINY = ROOT / "corpus" / "pd-tiny.jsonl.gz"
 
 SMALL = (
@@ -126,14 +125,12 @@ def run_of(finished):
 
 # Processes from `get_context("forkserver")` start with these modules loaded; importing them takes
 # seconds in each process that "spawn" or torchrun starts.
-multiprocessing.set_forkserver_preload(
-    ["torch", "torch.distributed.fsdp", "torch._dynamo", "triton"]
-)
+set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch._dynamo", "triton"])
 
 
 def start_ranks(
     ranks: int, *runs: list[str], work: Callable = train.main, join: bool = True
-) -> list[multiprocessing.Process]:
+) -> list[Process]:
     """Start ranks as torchrun does; each runs `work` with the first list of flags, then the next.
 
     Args: work a function of the flags of one run, which another process can import
@@ -232,7 +229,7 @@ def kill_at(number: int, action: Callable) -> int:
         action()
         os._exit(0)
 
-    process = multiprocessing.get_context("fork").Process(target=act)  # has torch imported already
+    process = get_context("fork").Process(target=act)  # has torch imported already
     process.start()
     process.join()
     return process.exitcode

@@ -33,6 +33,7 @@ FLOORS = (  # from the bottom up; a file imports only from its own floor and the
     {"announce"},
     {"train"},
 )
+UNDER = {"TYPE_CHECKING": "typing", "__name__ == '__main__'": "main"}  # a condition at the top
 REPLACED = {"transformers", "datasets", "accelerate", "tokenizers", "safetensors"}
 
 
@@ -59,10 +60,7 @@ def imports_of(source: str) -> list[Import]:
         if isinstance(node, ast.FunctionDef) and where != "main":
             where = "main" if node.name == "main" else "function"
         elif isinstance(node, ast.If) and where == "module":
-            condition = ast.unparse(node.test)
-            where = {"TYPE_CHECKING": "typing", "__name__ == '__main__'": "main"}.get(
-                condition, where
-            )
+            where = UNDER.get(ast.unparse(node.test), where)
         for child in ast.iter_child_nodes(node):
             visit(child, where)
 

@@ -141,9 +141,7 @@ def test_the_readmes_table_follows_from_the_records(section, flags):
 
 
 @pytest.mark.parametrize("operator", ["attention", "loss", "copies"])
-def test_an_implementation_that_differs_from_the_definition_is_not_timed(
-    operator, store_dir, monkeypatch
-):
+def test_what_differs_from_the_definition_is_not_timed(operator, store_dir, monkeypatch):
     monkeypatch.setattr(step, "embedded_store", lambda name: store_dir)  # which exists already
     toy = operators.shape_of("toy", "cpu")
     operation = next(operators.OPERATORS[operator](toy, "cpu", 2))

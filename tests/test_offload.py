@@ -122,9 +122,8 @@ def levels_of(placement):
 def test_the_example_at_the_head_of_offload_py_is_right():
     """Every number in it, for the command below it."""
     flags = offload.__doc__.split("python train.py ")[-1].replace("\\", "").split()
-    model = empty_model(
-        config.transformer_config(config.build(config.parse(flags)), vocab_size=4160)
-    )
+    settings = config.build(config.parse(flags))
+    model = empty_model(config.transformer_config(settings, vocab_size=4160))
     parts = offload.parts_of(model, muon=True, dtype=FP32)
     whole, state, weights = (place(parts, b * MB) for b in (1000, 26.7, 19))
     held = [placement.device_bytes() for placement in (whole, state, weights)]
@@ -596,9 +595,7 @@ def test_two_ranks_with_offloaded_state_train_as_without(store_dir, tmp_path):
     assert metrics(read_log(tmp_path / "with")) == metrics(read_log(tmp_path / "without"))
 
 
-def test_a_stage_of_pseudo_has_its_placement_and_a_budget_too_small_for_one_is_refused_at_the_start(
-    run, log_of, tmp_path, capsys
-):
+def test_each_stage_of_pseudo_is_placed_or_refused_at_the_start(run, log_of, tmp_path, capsys):
     """The middle stage needs more memory than the first one and than the real model."""
     plainly = f"{SHORT} --layers 8 --pseudo --pseudo-group 1 --pseudo-until 0.3,0.6 --seq-len 16"
     plainly += " --optimizer adamw"

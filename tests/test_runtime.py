@@ -44,9 +44,7 @@ from ltd import drop_tokens
 from model import Batch, Transformer, TransformerConfig, run_plain, run_recomputed
 from support import checkpoint, fsdp, process
 from support import runtime as runtimes
-from support.fsdp import local_rows
 from support.optim import Optimizers
-from support.process import exit_cleanly
 from support.runtime import Runtime, start
 from support.store import Store
 from support.tokenizer import byte_lengths, get_encoding
@@ -100,9 +98,7 @@ GPUS = [  # compute capability, what replaces a part of triton_here, what start 
 
 
 @pytest.mark.parametrize(("capability", "replaced", "said"), GPUS)
-def test_dtype_and_kernels_follow_from_the_gpu_and_from_what_triton_lacks(
-    gpu, monkeypatch, capability, replaced, said
-):
+def test_dtype_and_kernels_follow_from_the_gpu(gpu, monkeypatch, capability, replaced, said):
     for name, value in replaced.items():
         monkeypatch.setattr(triton_here, name, value)
     gpu(*capability)
@@ -151,7 +147,7 @@ def status_of(does: object) -> int:
         return does
 
     with pytest.raises(SystemExit) as end:
-        exit_cleanly(main)
+        process.exit_cleanly(main)
     return end.value.code
 
 
@@ -170,7 +166,7 @@ def test_misspelled_flags_get_a_suggestion():
 
 def test_other_exceptions_keep_their_traceback():
     with pytest.raises(ZeroDivisionError):
-        exit_cleanly(lambda: 1 / 0)
+        process.exit_cleanly(lambda: 1 / 0)
 
 
 def test_only_rank_0_prints_a_mistake_and_torchrun_can_quote_it(monkeypatch, capsys, tmp_path):
@@ -187,7 +183,7 @@ def print_to_a_closed_pipe() -> None:
     read, write = os.pipe()
     os.close(read)
     sys.stdout = os.fdopen(write, "w")
-    exit_cleanly(lambda: print("x" * 10**6))
+    process.exit_cleanly(lambda: print("x" * 10**6))
 
 
 def test_a_closed_pipe_ends_a_command_silently(capfd):
@@ -298,7 +294,7 @@ def check_steps(runtime: Runtime, build: Callable) -> None:
     singular values of a gradient, rounding errors included.
     """
     ours, alone = (Trained(build().double(), where) for where in (runtime, checkpoint.ALONE))
-    held = sum(local_rows(p).numel() for p in ours.model.parameters())
+    held = sum(fsdp.local_rows(p).numel() for p in ours.model.parameters())
     total = sum(p.numel() for p in alone.model.parameters())
     assert held / total - 1 / runtime.world_size < 0.04
     for step in range(2):
@@ -323,7 +319,7 @@ def check_nonfinite_gradients(runtime: Runtime) -> None:
     """A gradient that is not finite on one rank is noticed on every rank."""
     ours = Trained(gpt(), runtime)
     ours.gradients(0, ROWS)
-    rows = local_rows(ours.model.h[1].mlp.c_fc.weight.grad)
+    rows = fsdp.local_rows(ours.model.h[1].mlp.c_fc.weight.grad)
     if runtime.rank == 1:
         rows[0, 0] = math.nan
     assert ours.optimizers.clip_gradients(1.0).isnan()
@@ -405,7 +401,7 @@ def check_failing_saves(runtime: Runtime, folder: Path) -> None:
         message = refusal(checkpoint.save, later, ours.state(), runtime, keep=1)
     assert "00000002.pt: not written" in message and "No space left" in message
     if runtime.rank == 1:
-        local_rows(ours.model.wte.weight.detach())[0] = math.nan
+        fsdp.local_rows(ours.model.wte.weight.detach())[0] = math.nan
     message = refusal(checkpoint.save, later, ours.state(), runtime, keep=1)
     assert message == "weight wte.weight is not finite"
     if runtime.is_rank0:
@@ -438,7 +434,9 @@ def check_resuming(runtime: Runtime, folder: Path) -> None:
     moments = state["optimizers"]["state"]["wte.weight"].values()
     for tensor in (t for t in (*state["model"].values(), *moments) if t.ndim):
         most = -(-len(tensor) // runtime.world_size) * tensor[0].nbytes
-        assert local_rows(tensor).untyped_storage().nbytes() <= most, "it holds more than its rows"
+        assert fsdp.local_rows(tensor).untyped_storage().nbytes() <= most, (
+            "it holds more than its rows"
+        )
     for trained, loaded in ((ours, state), (Trained(gpt_with_shared_block()), saved)):
         trained.model.load_state_dict(loaded["model"])
         trained.optimizers.load_state_dict(loaded["optimizers"])
