@@ -239,11 +239,11 @@ class Trained:
         named = dict(model.named_parameters())
         self.optimizers = Optimizers(named, "muon", weight_decay=0.1, beta2=0.95)
 
-    def gradients(self, step: int, rows: int, autocast=nullcontext) -> Tensor:
+    def gradients(self, step: int, autocast=nullcontext) -> Tensor:
         """Compute gradients row by row; layers 1 and 2 keep half of the tokens. Return the loss."""
         rank, world_size = self.runtime.rank, self.runtime.world_size
-        inputs = rows_of(self.model, step, rows)
-        own = range(rows * rank // world_size, rows * (rank + 1) // world_size)
+        inputs = rows_of(self.model, step, ROWS)
+        own = range(ROWS * rank // world_size, ROWS * (rank + 1) // world_size)
         kept = torch.arange(step % 2, T, 2)[None]
         run_block = drop_tokens({1: kept, 2: kept}, run_recomputed if step % 2 else run_plain)
         total = torch.zeros(())
@@ -252,13 +252,13 @@ class Trained:
                 fsdp.sync_gradients(self.model, row == own[-1])
             with autocast():
                 loss = loss_of(self.model, inputs.rows(slice(row, row + 1)), run_block)
-            (loss * world_size / (rows * T)).backward()
-            total += loss.detach() / (rows * T)
+            (loss * world_size / (ROWS * T)).backward()
+            total += loss.detach() / (ROWS * T)
         return self.runtime.reduce(total)
 
-    def step(self, step: int, rows: int = ROWS) -> tuple[float, float]:
+    def step(self, step: int) -> tuple[float, float]:
         """Make a step; return the loss, and the gradient's norm before clipping."""
-        loss = self.gradients(step, rows).item()
+        loss = self.gradients(step).item()
         norm = self.optimizers.clip_gradients(CLIP).item()
         assert norm > CLIP, "nothing is clipped"
         self.optimizers.step(1e-2)
@@ -311,14 +311,14 @@ def check_steps(runtime: Runtime, build: Callable) -> None:
     for value, expected in zip(*values, strict=True):
         assert (value - expected).abs().max() < 1e-6
     for trained in (ours, alone):  # an evaluation must not leave weights gathered or freed
-        trained.gradients(2, ROWS)
+        trained.gradients(2)
     assert distance(ours.all_gradients(), alone.all_gradients()) < 1e-6
 
 
 def check_nonfinite_gradients(runtime: Runtime) -> None:
     """A gradient that is not finite on one rank is noticed on every rank."""
     ours = Trained(gpt(), runtime)
-    ours.gradients(0, ROWS)
+    ours.gradients(0)
     rows = fsdp.local_rows(ours.model.h[1].mlp.c_fc.weight.grad)
     if runtime.rank == 1:
         rows[0, 0] = math.nan
@@ -351,7 +351,7 @@ def check_bf16(runtime: Runtime) -> None:
 
     def gradients(ranks: Runtime, autocast: Callable = bf16.autocast) -> Tensor:
         trained = Trained(gpt(), ranks)
-        trained.gradients(0, ROWS, autocast)
+        trained.gradients(0, autocast)
         return torch.cat([whole(g).flatten() for g in trained.all_gradients().values()])
 
     with pytest.MonkeyPatch.context() as patch:
