@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -11,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from multiprocessing import Process, get_context, set_forkserver_preload
 from pathlib import Path
 from random import SystemRandom
 
@@ -33,20 +33,14 @@ import train
 from kernels.triton_here import tl, triton
 from prepare import prepare
 from support.clock import Clock
-from support.process import exit_cleanly
+from support.process import ROOT, exit_cleanly
 from support.tokenizer import get_encoding
 
-
-def restore_signals() -> None:
-    """Handle signals again, which a parent such as nohup or a shell with `&` may ignore."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-restore_signals()
+# Handle signals again, which a parent such as nohup or a shell with `&` may ignore.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 train.SAMPLE_TOKENS = 3  # a sample of the default length takes half the time of a tiny run
 
-ROOT = Path(__file__).parents[1]
 TINY = ROOT / "corpus" / "pd-tiny.jsonl.gz"
 
 SMALL = (
@@ -85,9 +79,7 @@ def run(store_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def start(flags: str = "", out: str = "run") -> list[dict]:
-        argv = f"{SMALL} --data {store_dir} --out {out} {flags}".split()
-        status = train.main(argv)
-        assert status == 0
+        assert train.main(f"{SMALL} --data {store_dir} --out {out} {flags}".split()) == 0
         return read_log(tmp_path / out)
 
     return start
@@ -133,18 +125,22 @@ def run_of(finished):
 
 # Processes from `get_context("forkserver")` start with these modules loaded; importing them takes
 # seconds in each process that "spawn" or torchrun starts.
-multiprocessing.set_forkserver_preload(
-    ["torch", "torch.distributed.fsdp", "torch._dynamo", "triton"]
-)
+set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch._dynamo", "triton"])
 
 
-def start_ranks(ranks: int, *runs: list[str], work: Callable = train.main) -> None:
+def start_ranks(
+    ranks: int, *runs: list[str], work: Callable = train.main, join: bool = True
+) -> list[Process]:
     """Start ranks as torchrun does; each runs `work` with the first list of flags, then the next.
 
     Args: work a function of the flags of one run, which another process can import
+          join wait for the ranks, and raise the error of one that fails
     """
     arguments = (ranks, free_port(), Path.cwd(), work, runs)
-    start_processes(run_rank, arguments, nprocs=ranks, start_method="forkserver")
+    started = start_processes(run_rank, arguments, ranks, join=False, start_method="forkserver")
+    while join and not started.join():
+        pass  # until the last one has ended
+    return started.processes
 
 
 def free_port() -> str:
@@ -233,7 +229,7 @@ def kill_at(number: int, action: Callable) -> int:
         action()
         os._exit(0)
 
-    process = multiprocessing.get_context("fork").Process(target=act)  # has torch imported already
+    process = get_context("fork").Process(target=act)  # has torch imported already
     process.start()
     process.join()
     return process.exitcode
@@ -320,9 +316,9 @@ def why_no_triton(device: str, loops: bool) -> str:
     try:
         count_up[1,](torch.zeros(3), 3)
     except Exception as error:
-        if "only 0-dimensional arrays can be converted to Python scalars" not in str(error):
-            raise
-        return f"Triton {triton.__version__}'s interpreter cannot loop with NumPy {np.__version__}"
+        if "only 0-dimensional arrays can be converted to Python scalars" in str(error):
+            return f"Triton's interpreter cannot loop with NumPy {np.__version__}"
+        raise
     return ""
 
 

@@ -46,10 +46,9 @@ TORCH = Path(importlib.util.find_spec("torch").origin).parent
 
 def build(folder: Path) -> Path:
     """Compile fake_cuda.cpp against the installed torch, which takes some seconds."""
-    library = folder / "fake_cuda.so"
-    source = Path(__file__).with_suffix(".cpp")
-    flags = ["-std=c++20", "-shared", "-fPIC", f"-I{TORCH / 'include'}"]
-    link = [f"-L{TORCH / 'lib'}", f"-Wl,-rpath,{TORCH / 'lib'}", "-lc10", "-ltorch_cpu"]
+    library, source = folder / "fake_cuda.so", Path(__file__).with_suffix(".cpp")
+    flags = f"-std=c++20 -shared -fPIC -I{TORCH}/include".split()
+    link = f"-L{TORCH}/lib -Wl,-rpath,{TORCH}/lib -lc10 -ltorch_cpu".split()
     command = ["c++", *flags, "-o", str(library), str(source), *link]
     subprocess.run(command, check=True, capture_output=True, text=True)
     return library
@@ -71,14 +70,13 @@ LOCKED: dict[int, int] = {}  # page-locked memory: address -> end of each piece
 
 def count(what: str) -> None:
     """Count this for the innermost file of this repository on the stack, not counting tests."""
-    frame = sys._getframe()
-    while frame:
-        path = Path(frame.f_code.co_filename)
-        place = path.relative_to(ROOT) if path.is_relative_to(ROOT) else None
-        if place and not {"tests", "site-packages"} & {*place.parts}:
-            break
-        frame = frame.f_back
-    COUNTS[f"{what} in {path.name if frame else 'torch'}"] += 1
+    frame, file = sys._getframe(), "torch"
+    while frame and file == "torch":
+        path, frame = Path(frame.f_code.co_filename), frame.f_back
+        inside = path.relative_to(ROOT).parts if path.is_relative_to(ROOT) else ("tests",)
+        if not {"tests", "site-packages"} & {*inside}:
+            file = path.name
+    COUNTS[f"{what} in {file}"] += 1
 
 
 def lock(tensor: torch.Tensor) -> torch.Tensor:
@@ -102,14 +100,9 @@ class OnDevice(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> "OnDevice":
-        self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            inner.shape,
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            device=CUDA,
-        )
+        layout = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
+        about = {"dtype": inner.dtype, "device": CUDA, **layout}
+        self = torch.Tensor._make_wrapper_subclass(cls, inner.shape, **about)
         self.inner = inner
         return self
 
@@ -171,11 +164,10 @@ def run(func: Any, args: tuple, kwargs: dict) -> Any:
     if name in INDEXING:
         count_index(name, args)
 
+    kwargs.pop("pin_memory", None)
     inner_args = unwrap(args)
     inner_kwargs = {key: unwrap(value) for key, value in kwargs.items()}
-    if asked is not None:
-        inner_kwargs["device"] = CPU
-    inner_kwargs.pop("pin_memory", None)
+    inner_kwargs |= {} if asked is None else {"device": CPU}
     if func == torch.ops.aten.addmm.dtype_out:  # exists only on GPUs: 16-bit matrices into float32
         added, left, right, _ = inner_args
         result = torch.addmm(added, left.float(), right.float(), **inner_kwargs)
@@ -201,20 +193,17 @@ def refuse_mix(name: str, args: tuple, tensors: list[torch.Tensor]) -> None:
 
 
 def count_copy(source: torch.Tensor, to_device: bool, waits: bool) -> None:
-    from_device = isinstance(source, OnDevice)
-    if from_device == to_device:
+    if isinstance(source, OnDevice) == to_device:
         return
     if to_device and not is_locked(source):
         count("copies from pageable memory")
     if waits:
-        count(f"waits for a copy {'to' if from_device else 'from'} the host")
+        count(f"waits for a copy {'from' if to_device else 'to'} the host")
 
 
 def count_index(name: str, args: tuple) -> None:
-    for index in args[1]:
-        if index is None:
-            continue
-        fills = name != "index" and args[2].numel() == 1  # this is masked_fill
+    fills = name != "index" and args[2].numel() == 1  # this is masked_fill
+    for index in filter(torch.is_tensor, args[1]):
         if index.dtype in (torch.bool, torch.uint8) and not fills:
             count("waits for a boolean index")
         if not isinstance(index, OnDevice):
@@ -235,10 +224,10 @@ class Event:
     def synchronize(self) -> None:
         count("waits for synchronize")
 
-    def do_nothing(self, *args: Any) -> "Event":
+    def record(self, *args: Any) -> "Event":
         return self
 
-    record = record_event = wait = wait_event = wait_stream = do_nothing
+    record_event = wait = wait_event = wait_stream = record
 
 
 def register(address: int, size: int, flags: int) -> int:
@@ -258,14 +247,13 @@ def in_fp32(tensor: OnDevice) -> torch.Tensor:
 class Kernel:
     """A Triton kernel that runs in the interpreter on the numbers of the device's tensors."""
 
-    def __init__(self, kernel: Any, name: str):
-        self.kernel, self.name = kernel, name
+    def __init__(self, kernel: Any):
+        self.kernel = kernel
 
     def __getitem__(self, grid: Any) -> Callable:
         def launch(*args: Any, **constants: Any) -> None:
-            for arg in args:
-                if isinstance(arg, torch.Tensor) and not isinstance(arg, OnDevice):
-                    raise RuntimeError(f"Pointer argument of {self.name} is on the cpu")
+            if any(isinstance(x, torch.Tensor) and not isinstance(x, OnDevice) for x in args):
+                raise RuntimeError("Pointer argument of a kernel is on the cpu")
             inner = [in_fp32(arg) if isinstance(arg, OnDevice) else arg for arg in args]
             with torch.utils._python_dispatch._disable_current_modes():
                 self.kernel[grid](*inner, **constants)
@@ -284,7 +272,7 @@ def patch_kernels() -> None:
         module = importlib.import_module(f"kernels.{file.stem}")
         for name, value in list(vars(module).items()):
             if isinstance(value, interpreter.InterpretedFunction) and name.endswith("kernel"):
-                setattr(module, name, Kernel(value, name))
+                setattr(module, name, Kernel(value))
     # The interpreter patches triton.language in every call, half of a kernel's time: do it once.
     languages = {"tl": interpreter.tl, "core": interpreter.tl.core}
     interpreter._patch_lang(types.SimpleNamespace(__globals__=languages))
@@ -299,8 +287,7 @@ def patch_torch() -> None:
         **dict.fromkeys(("current_stream", "default_stream"), Event()),
         **dict.fromkeys(("init", "_lazy_init", "set_device", "manual_seed_all"), None),
         **{"device_count": 1, "current_device": 0, "max_memory_allocated": 10**9},
-        "get_device_name": "NVIDIA H200",
-        "get_device_capability": (9, 0),
+        **{"get_device_name": "NVIDIA H200", "get_device_capability": (9, 0)},
         "mem_get_info": (139 * 10**9, 141 * 10**9),
         "cudart": types.SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=LOCKED.pop),
     }
@@ -372,8 +359,7 @@ def run_command(flags: list[str], command="train", stop=None, patch=None) -> dic
         if not steps:
             COUNTS.clear()  # what it took to begin
         done = train_step(self, step)
-        is_looked_at = self.offloaded and self.runtime.device.type == "cuda"
-        where = places(self) if is_looked_at else []
+        where = places(self) if self.offloaded and self.runtime.device.type == "cuda" else []
         steps.append({"costs": dict(COUNTS), "loss": done.loss, "places": where})
         COUNTS.clear()  # what the planner's thread does from now on counts for the next step
         return done

@@ -34,9 +34,7 @@ ATTENTION = ("forward_kernel", "dq_kernel", "dkv_kernel")
 
 def tools() -> Path | None:
     """Return the folder of ptxas, cuobjdump and nvdisasm, which come with Triton."""
-    if triton is None:
-        return None
-    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    folder = Path(triton.__file__ if triton else "").parent / "backends" / "nvidia" / "bin"
     complete = all((folder / name).is_file() for name in ("ptxas", "cuobjdump", "nvdisasm"))
     return folder if complete else None
 
@@ -54,8 +52,7 @@ def inspect(compiled, constants: dict) -> dict:
         file.flush()
 
         def read(tool: str, option: str) -> str:
-            command = [tools() / tool, option, file.name]
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            return subprocess.check_output([tools() / tool, option, file.name], text=True)
 
         stack = int(re.search(r"STACK:(\d+)", read("cuobjdump", "--dump-resource-usage"))[1])
         operations = Counter(re.findall(r"\b(LDL|STL|HMMA|HGMMA)\b", read("nvdisasm", "-c")))
@@ -99,14 +96,19 @@ def print_kernels(arch: int, work: Callable[[], None]) -> None:
     print(json.dumps(kernels))
 
 
-def compile_kernels(arch: int, work: str) -> list[SimpleNamespace]:
-    """Return the kernels that `work`, a call of a function below, launches."""
+def compile_kernels(arch: int, work: str, spilled: int = 0) -> list[SimpleNamespace]:
+    """Return the kernels that `work`, a call of a function below, launches. Assert that a block's
+    memory suffices, and that no kernel spills more than this.
+    """
     script = f"from tests import test_ahead_of_time as t; t.print_kernels({arch}, lambda: t.{work})"
     env = os.environ | {"TRITON_INTERPRET": "0"}
     command = [sys.executable, "-c", script]
     child = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     assert child.returncode == 0, child.stderr
-    return [SimpleNamespace(**kernel) for kernel in json.loads(child.stdout)]
+    kernels = [SimpleNamespace(**kernel) for kernel in json.loads(child.stdout)]
+    for kernel in kernels:
+        assert kernel.spilled <= spilled and kernel.shared <= SHARED_KIB[arch] << 10, kernel
+    return kernels
 
 
 def attention(dtype, causal, widths=attention_tiles.HEAD_WIDTHS, lengths=(256,)):
@@ -140,24 +142,20 @@ def losses(dtype: str, vocabularies: tuple[int, ...]) -> None:
                     cross_entropy.losses_by_triton(x, matrix, bias, targets, shares, wants_gradient)
 
 
-def spilling(kernels: list, most: int = 0) -> set[str]:
-    return {kernel.kernel for kernel in kernels if kernel.spilled > most}
-
-
-def too_large(kernels: list, arch: int) -> set[str]:
-    return {kernel.kernel for kernel in kernels if kernel.shared > SHARED_KIB[arch] << 10}
+def compilations(kernels: list) -> Counter:
+    """Return how often each kernel was compiled."""
+    return Counter(name for name, _ in {(kernel.kernel, kernel.key) for kernel in kernels})
 
 
 @pytest.mark.parametrize(("dtype", "causal"), [("bfloat16", True), ("float16", False)])
 @pytest.mark.parametrize("arch", SHARED_KIB)
 def test_attention_spills_little_fits_and_multiplies_on_the_matrix_units(arch, dtype, causal):
-    kernels = compile_kernels(arch, f"attention({dtype!r}, {causal})")
+    kernels = compile_kernels(arch, f"attention({dtype!r}, {causal})", spilled=48)
     everyone = {(name, D) for name in ATTENTION for D in attention_tiles.HEAD_WIDTHS}
     assert {(kernel.kernel, kernel.D) for kernel in kernels} == everyone
     # With D 128 its two sums fill the registers. On an H200, 28 spills cost nothing, and 200 double
     # the time.
     assert {(k.kernel, k.D) for k in kernels if k.spilled} <= {("dkv_kernel", 128)}
-    assert not spilling(kernels, most=48) | too_large(kernels, arch)
     assert {kernel.matrix_units for kernel in kernels} == {MATRIX_UNITS[arch]}
     assert {kernel.special for kernel in kernels} == {"cp.async"}, "no atomic additions"
 
@@ -166,7 +164,7 @@ def test_attention_spills_little_fits_and_multiplies_on_the_matrix_units(arch, d
 @pytest.mark.parametrize("arch", SHARED_KIB)
 def test_copies_spill_nothing_and_access_memory_in_wide_words(arch, dtype):
     kernels = compile_kernels(arch, f"copies({dtype!r}, (100, 768, 1600), ((64, 256),))")
-    assert len(kernels) == 6 and not spilling(kernels)
+    assert len(kernels) == 6
     assert max(kernel.shared for kernel in kernels) <= 4 << 10
     wide = "ld.global.b64 ld.global.v4.b32 st.global.v4.b32"  # positions are int64
     assert [kernel.accesses == wide for kernel in kernels[2:]] == 4 * [True]
@@ -176,17 +174,12 @@ def test_copies_spill_nothing_and_access_memory_in_wide_words(arch, dtype):
 @pytest.mark.parametrize("arch", SHARED_KIB)
 def test_losses_spill_nothing_and_compile_once_for_all_vocabularies(arch, dtype):
     kernels = compile_kernels(arch, f"losses({dtype!r}, (4160, 50_257))")
-    assert len(kernels) == 16 and not spilling(kernels) and not too_large(kernels, arch)
+    assert len(kernels) == 16
     assert compilations(kernels) == {"losses_kernel": 8}
     # single numbers: a row's target, the logit of the target, and the loss
     single = {"ld.global.b64", "ld.global.b16", "st.global.b32"}
     wide = {"ld.global.v4.b32", "st.global.v4.b32"}
     assert set(kernels[0].accesses.split()) == single | wide
-
-
-def compilations(kernels: list) -> Counter:
-    """Return how often each kernel was compiled."""
-    return Counter(name for name, _ in {(kernel.kernel, kernel.key) for kernel in kernels})
 
 
 # Unless told otherwise, Triton compiles again for 1, for multiples of 16, and for other lengths.

@@ -7,7 +7,6 @@ machines, each rank gets a separate one.
 """
 
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -16,14 +15,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
 from datetime import timedelta
 from functools import partial
+from multiprocessing import Process
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import SMALL, at_step, free_port, losses_of, read_log, run_rank, start_ranks
+from conftest import SMALL, at_step, losses_of, read_log, refusal, start_ranks
 
 import analyze
 import prepare
@@ -33,7 +33,7 @@ from support import checkpoint
 from support import runtime as runtimes
 from support.checkpoint import ALONE
 from support.process import ROOT
-from support.runtime import Runtime, start
+from support.runtime import start
 from support.store import Store
 
 pytestmark = pytest.mark.faults
@@ -53,9 +53,9 @@ def place(store_dir, tmp_path, monkeypatch):
 def check_end(folder: Path) -> None:
     """Assert that there is one last evaluation, one sample, one end, and the report."""
     lines = read_log(folder)
-    last = sum(line.get("last", False) for line in lines)
-    counts = [[line["event"] for line in lines].count(event) for event in ("sample", "finished")]
-    assert [last, *counts] == [1, 1, 1] and (folder / "report.html").exists()
+    ends = Counter("last" if line.get("last") else line["event"] for line in lines)
+    assert ends["last"] == ends["sample"] == ends["finished"] == 1
+    assert (folder / "report.html").exists()
 
 
 # ---- kills
@@ -65,8 +65,8 @@ def train_and_kill(argv: list[str]) -> int:
     """Train on a rank. One rank is killed some time after the start or the end of training."""
     rank, moment, seconds, *argv = argv
     if os.environ["RANK"] == rank:
-        owner, name = (train, "StopSignal") if moment == "start" else (train, "finish")
-        real = getattr(owner, name)
+        name = {"start": "StopSignal", "finish": "finish"}[moment]
+        real = getattr(train, name)
 
         def begin(*args):
             timer = threading.Timer(float(seconds), os.kill, (os.getpid(), signal.SIGKILL))
@@ -74,25 +74,11 @@ def train_and_kill(argv: list[str]) -> int:
             timer.start()
             return real(*args)
 
-        setattr(owner, name, begin)
+        setattr(train, name, begin)
     return train.main(argv)
 
 
-Processes = list[multiprocessing.Process]
-
-
-def start_processes(ranks: int, argv: list[str], work: Callable = train_and_kill) -> Processes:
-    """Start a command on this many ranks, without waiting for it."""
-    context, given = multiprocessing.get_context("forkserver"), (ranks, free_port(), Path.cwd())
-    processes = [
-        context.Process(target=run_rank, args=(rank, *given, work, [argv])) for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    return processes
-
-
-def exit_statuses(processes: Processes, seconds: float) -> list[int | None]:
+def exit_statuses(processes: list[Process], seconds: float) -> list[int | None]:
     """Return the exit status of each; None if it did not end in time and was killed."""
     end = time.monotonic() + seconds
     for process in processes:
@@ -122,8 +108,9 @@ def test_randomly_killed_runs_end_the_same(ranks, more, seconds, moment, times, 
         while not ended:
             soon = draw.uniform(0, seconds if moment == "start" else 0.3)
             after = soon if kills < most else 3600
-            strike = f"{draw.randrange(ranks)} {moment} {after} {line}"
-            statuses = exit_statuses(start_processes(ranks, strike.split()), 60)
+            strike = f"{draw.randrange(ranks)} {moment} {after} {line}".split()
+            processes = start_ranks(ranks, strike, work=train_and_kill, join=False)
+            statuses = exit_statuses(processes, 60)
             assert None not in statuses
             ended = not any(statuses)
             kills += -signal.SIGKILL in statuses
@@ -174,12 +161,7 @@ def say_all(argv: list[str]) -> None:
     os.chdir(places / f"machine-{rank}")
     for line in " ".join(argv).split(" ; "):
         line, _, more = line.partition(" | ")
-        try:
-            train.main(f"{line} {more if rank == '1' else ''}".split())
-            said.append("")
-        except ValueError as error:
-            assert "\n" not in str(error)
-            said.append(str(error))
+        said.append(refusal(train.main, f"{line} {more if rank == '1' else ''}".split()))
     (places / f"said-{rank}.json").write_text(json.dumps(said))
 
 
@@ -195,8 +177,7 @@ def machines(place):
 
 
 def test_ranks_with_different_flags_are_refused_before_the_first_step(place, machines):
-    by_rank = messages_of_two_machines(place, [f"{BEGIN} | {more}" for more in DIFFER])
-    for said_by_rank in by_rank:
+    for said_by_rank in messages_of_two_machines(place, [f"{BEGIN} | {more}" for more in DIFFER]):
         for more, said in zip(DIFFER, said_by_rank, strict=True):
             flag = more.split()[0].lstrip("-")[:5]
             assert "ranks differ in" in said and flag in said, (more, said)
@@ -231,8 +212,8 @@ def test_machines_with_different_text_or_another_run_in_the_folder_are_refused(p
     shutil.rmtree(machines[1] / "store")
     Path("words.txt").write_text("other words " * 9000)
     prepare.main(f"words.txt --out {machines[1]}/store --tokenizer bytes".split())
-    by_rank = messages_of_two_machines(place, [BEGIN])
-    assert all("the text of --data" in said for (said,) in by_rank)
+    for (said,) in messages_of_two_machines(place, [BEGIN]):
+        assert "the text of --data" in said
 
 
 def test_machines_with_different_indexes_or_initial_weights_are_refused(place, machines):
@@ -242,14 +223,14 @@ def test_machines_with_different_indexes_or_initial_weights_are_refused(place, m
     samples = Samples(Store.open(machines[1] / "store"), "rows", 32)
     analyze.ready(samples, ["rarity"], None, ALONE)
     index = analyze.index_folder(None, samples) / "rarity"
-    np.fromfile(index / "order.bin", np.uint32)[[0, *range(20, 0, -1)]].tofile(index / "some")
-    whole = (index / "order.bin").read_bytes()
-    (index / "order.bin").write_bytes((index / "some").read_bytes() + whole[84:])
+    order = np.fromfile(index / "order.bin", np.uint32)
+    order[1:21] = order[20:0:-1].copy()
+    order.tofile(index / "order.bin")
     about = json.loads((index / "index.json").read_text())
     (index / "index.json").write_text(json.dumps(about | {"sha256": analyze.sums_of(index)}))
     flags = ["--curriculum rarity", "--init other", "--init other --fsdp"]
-    by_rank = messages_of_two_machines(place, [f"{BEGIN} {more}" for more in flags])
-    for of_index, *of_init in by_rank:
+    lines = [f"{BEGIN} {more}" for more in flags]
+    for of_index, *of_init in messages_of_two_machines(place, lines):
         assert "ranks differ in the index by rarity" in of_index
         assert all("ranks differ in the weights of --init" in said for said in of_init)
 
@@ -271,7 +252,7 @@ def train_and_lose_a_rank(argv: list[str]) -> int:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_reports_that_it_lost_another_and_after_which_step(victim, number, more, place):
     argv = f"{victim} {int(number)} {BEGIN} {more}".split()
-    processes = start_processes(2, argv, work=train_and_lose_a_rank)
+    processes = start_ranks(2, argv, work=train_and_lose_a_rank, join=False)
     assert exit_statuses([processes[1 - victim]], 60) == [1]
     processes[victim].kill()
     *_, said = Path(f"said-{1 - victim}").read_text().splitlines()
@@ -279,12 +260,6 @@ def test_a_rank_reports_that_it_lost_another_and_after_which_step(victim, number
 
 
 # ---- signals
-
-
-def by_rank0(runtime: Runtime, action: Callable, *arguments: object) -> object:
-    """Wait for all ranks, then run this on rank 0 and return the result on all."""
-    runtime.gather(None)
-    return runtime.on_rank0(partial(action, *arguments))
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -301,10 +276,11 @@ def check_signals(_: list[str]) -> None:
         with at_step(last, partial(os.kill, os.getpid(), chosen), rank):
             status = train.main(line)
         assert status == 128 + (chosen if runtime.rank == rank else signal.SIGTERM)
-        saved = by_rank0(runtime, checkpoint.steps_in, Path(out))
-        assert saved[-1].stem == f"step-{last:08d}"
+        runtime.gather(None)  # until rank 0 has saved
+        assert runtime.on_rank0(partial(checkpoint.find, out, "last")).stem == f"step-{last:08d}"
         assert train.main(line) == 0
-        assert by_rank0(runtime, losses_of, out) == losses_of("whole")
+        runtime.gather(None)
+        assert runtime.on_rank0(partial(losses_of, out)) == losses_of("whole")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

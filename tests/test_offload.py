@@ -15,7 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import ALL_ON, SMALL, metrics, read_log, refusal, start_ranks
+from conftest import ALL_ON, SMALL, metrics, read_log, refusal, same, start_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from small_batches import LLAMA, batch, loss_of, plain_rows
@@ -54,7 +54,7 @@ def small(kind="gpt", pos="learned", shared=False, blocks=4, **more):
     config = BertConfig if kind == "bert" else TransformerConfig
     model = config(blocks, 2, 16, 32, 24, 40, **{"pos": pos, **more}).build()
     if shared:
-        model.h[3] = model.h[0]
+        model.h[-1] = model.h[0]
     return model
 
 
@@ -105,18 +105,11 @@ def assert_same(run, other):
     """Compare losses, gradients, norms, weights and optimizer state bit for bit."""
     assert run.losses == other.losses and run.norms == other.norms
     assert min(run.norms) > 0.5, "clipping was active"
-    for gradients, others in zip(run.gradients, other.gradients, strict=True):
-        assert_equal(gradients, others)
-    assert_equal(run.offloaded.weights(), other.offloaded.weights())
-    saved, others = run.optimizers.state_dict()["state"], other.optimizers.state_dict()["state"]
-    assert saved.keys() == others.keys() and saved
-    for name, state in saved.items():
-        assert all(torch.equal(state[key], others[name][key]) for key in state), name
-
-
-def assert_equal(weights, others):
-    assert list(weights) == list(others)
-    assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
+    assert len(run.gradients) == len(other.gradients)
+    assert all(map(same, run.gradients, other.gradients))
+    assert same(run.offloaded.weights(), other.offloaded.weights())
+    saved = run.optimizers.state_dict()["state"]
+    assert saved and same(saved, other.optimizers.state_dict()["state"])
 
 
 # ---- placement
@@ -129,9 +122,8 @@ def levels_of(placement):
 def test_the_example_at_the_head_of_offload_py_is_right():
     """Every number in it, for the command below it."""
     flags = offload.__doc__.split("python train.py ")[-1].replace("\\", "").split()
-    model = empty_model(
-        config.transformer_config(config.build(config.parse(flags)), vocab_size=4160)
-    )
+    settings = config.build(config.parse(flags))
+    model = empty_model(config.transformer_config(settings, vocab_size=4160))
     parts = offload.parts_of(model, muon=True, dtype=FP32)
     whole, state, weights = (place(parts, b * MB) for b in (1000, 26.7, 19))
     held = [placement.device_bytes() for placement in (whole, state, weights)]
@@ -172,23 +164,17 @@ BLOCKS = st.lists(BLOCK, min_size=1, max_size=7)
 MODEL = st.builds(any_model, NUMEL, BLOCKS, st.sampled_from([FP32, BF16]))
 
 
-def placed(parts, budget):
-    try:
-        return place(parts, budget)
-    except ValueError as error:
-        return int(re.search(r"at least (\d+)MB", str(error))[1])
-
-
 @given(MODEL, st.floats(0, 1.1), st.floats(0, 1.1))
 def test_placements_fit_the_budget_and_offload_in_order(parts, share, more):
     """A refusal names the smallest budget that works. A larger budget never offloads more."""
     whole = place(parts, 2**60).device_bytes()
     share, more = sorted((share, more))
-    placement, roomier = (placed(parts, int(s * whole)) for s in (share, more))
-    if isinstance(placement, int):
-        least = placement
-        assert placed(parts, least * MB).device_bytes() <= least * MB
-        assert least == 1 or placed(parts, (least - 1) * MB) == least
+    try:
+        placement, roomier = (place(parts, int(s * whole)) for s in (share, more))
+    except ValueError as error:
+        least = int(re.search(r"at least (\d+)MB", str(error))[1])
+        assert place(parts, least * MB).device_bytes() <= least * MB
+        assert least == 1 or f"at least {least}MB" in refusal(place, parts, (least - 1) * MB)
         return
     assert placement.device_bytes() <= share * whole
     assert share < 1 or not any(levels_of(placement))
@@ -204,12 +190,12 @@ def test_a_budget_gives_the_placement_and_too_little_host_memory_a_warning(monke
         model = Transformer(TransformerConfig(4, 2, 64, 2048, 24, 40))
     here = Runtime(0, 1, torch.device("cpu"), torch.float32, "", 24 * 10**6)
 
-    def placement(budget):
-        return offload.placement_for(OffloadConfig(True, budget), model, here, muon=True)
-
-    placed = placement("12MB")
-    assert any(levels_of(placed)) and placement("auto") == placed, "half of the free memory"
-    assert not any(levels_of(placement("1GiB")))
+    placed, auto, whole = (
+        offload.placement_for(OffloadConfig(True, budget), model, here, muon=True)
+        for budget in ("12MB", "auto", "1GiB")
+    )
+    assert any(levels_of(placed)) and auto == placed, "half of the free memory"
+    assert not any(levels_of(whole))
     needed = placed.host_bytes()
     assert "WARNING" not in offload.in_words(placed, needed)
     assert "WARNING: the host has only" in offload.in_words(placed, needed - 1)
@@ -231,9 +217,9 @@ def test_budgets_are_parsed_with_their_units():
 MODELS = [
     ({"blocks": 1}, 1, "adamw"),
     ({"blocks": 3}, 2, "muon"),
-    ({"shared": True}, 2, "muon"),
-    ({"kind": "bert", "shared": True}, 2, "adamw"),
-    (LLAMA, 2, "muon"),
+    ({"blocks": 3, "shared": True}, 2, "muon"),
+    ({"blocks": 3, "kind": "bert", "shared": True}, 2, "adamw"),
+    ({"blocks": 2, **LLAMA}, 2, "muon"),
 ]
 
 
@@ -249,7 +235,8 @@ def test_every_placement_equals_the_plain_run_bitwise(model, micro_batches, kind
         levels[index] = level
         run = Run(small(**model), tuple(levels), kind).steps(2, **more)
         assert_same(run, without)
-    assert_equal(run.offloaded.weights(), without.model.state_dict())  # keys for every layer
+    weights = without.model.state_dict()
+    assert same(run.offloaded.weights(), weights) and [*weights] == [*run.offloaded.weights()]
 
 
 def test_evaluation_fetches_weights_and_a_block_without_its_weights_returns_nan():
@@ -260,6 +247,22 @@ def test_evaluation_fetches_weights_and_a_block_without_its_weights_returns_nan(
     run.offloaded.fetch(1)  # fetched before the step, so it must not be used after it
     run.steps(1)
     assert_same(run, plain(2))
+
+
+# ---- memory
+
+
+def tensors_in(values):
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def address(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+def is_on_host(offloaded, tensor):
+    """Return whether a tensor is in the link's host memory. Its device is always the CPU here."""
+    return address(tensor) in map(address, offloaded.link.pieces)
 
 
 # ---- streams: two accesses that no wait puts in order are a race
@@ -343,32 +346,26 @@ class Gpu(TorchDispatchMode):
         touched = [
             (tensor, bool(parameter.alias_info and parameter.alias_info.is_write))
             for parameter in parameters
-            for tensor in tree_leaves(values.get(parameter.name))
-            if isinstance(tensor, torch.Tensor) and "empty" not in func.name()  # reads only a shape
+            for tensor in tensors_in(values.get(parameter.name))
+            if "empty" not in func.name()  # which reads only a shape
         ]
         is_copy = self.current in (self.up, self.down)
         by_host = not is_copy and any(is_on_host(self.offloaded, tensor) for tensor, _ in touched)
+        touched += [(tensor, address(tensor) not in self.accesses) for tensor in tensors_in(out)]
         for tensor, is_written in touched:
             if not by_host or is_on_host(self.offloaded, tensor):
                 self.touch(tensor, self.host if by_host else self.current, is_written)
-        for tensor in [] if by_host else tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                is_new = tensor.untyped_storage().data_ptr() not in self.accesses
-                self.touch(tensor, self.current, is_new)
         return out
 
     def touch(self, tensor, stream, writes):
-        storage = tensor.untyped_storage()
-        key, begin = storage.data_ptr(), tensor.data_ptr()
-        if not storage.nbytes():
-            return
+        key, begin = address(tensor), tensor.data_ptr()
         if key not in self.accesses and not is_on_host(self.offloaded, tensor):
+            storage = tensor.untyped_storage()
             weakref.finalize(storage, self.free, key, key + storage.nbytes(), self.current)
         self.access(key, begin, begin + tensor.nbytes, stream, writes)
 
     def free(self, key, end, owner):
-        if self.offloaded:
-            self.access(key, key, end, owner, True)
+        self.access(key, key, end, owner, True)
         self.accesses.pop(key, None)
 
     def access(self, key, begin, end, stream, writes):
@@ -385,7 +382,6 @@ class Gpu(TorchDispatchMode):
         self.accesses[key] = [*later, Access(begin, end, stream, stream.after[stream.name], writes)]
 
     def __exit__(self, *error):
-        self.offloaded = None
         super().__exit__(*error)
         if self.race and not error[0]:
             raise self.race
@@ -465,9 +461,6 @@ def test_weights_are_copied_while_the_previous_block_computes(monkeypatch):
     assert log == 2 * [*forward, *backward] + ["copy 0"], "copy 0 is for the next step"
 
 
-# ---- page-locked memory
-
-
 def test_memory_is_page_locked_in_pieces_that_split_no_tensor(monkeypatch, capsys):
     """With a limit of 1,024 bytes the pieces are 640 + 320, 256, 2,048 (one tensor), and 128.
 
@@ -484,13 +477,12 @@ def test_memory_is_page_locked_in_pieces_that_split_no_tensor(monkeypatch, capsy
 
     driver = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=locked.pop)
     driver.cudaGetErrorString = {2: "out of memory"}.get
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "cudart", lambda: driver)
-        patch.setattr(Link, "PIECE", 1024)
-        patch.setattr(torch, "zeros", Mock(side_effect=RuntimeError))
-        link.up = Stream("up")
-        memory = link.memory(sizes)
-        torch.zeros.assert_called_once_with(1, device=CPU)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch, "zeros", Mock(side_effect=RuntimeError))
+    monkeypatch.setattr(Link, "PIECE", 1024)
+    link.up = Stream("up")
+    memory = link.memory(sizes)
+    torch.zeros.assert_called_once_with(1, device=CPU)
     pieces = {piece.data_ptr(): piece.nbytes for piece in link.pieces}
     assert list(pieces.values()) == [960, 256, 2048, 128]
     assert [len(tensor) for tensor in memory] == sizes, "none is split"
@@ -498,15 +490,6 @@ def test_memory_is_page_locked_in_pieces_that_split_no_tensor(monkeypatch, capsy
     assert capsys.readouterr().err.count("\n") == 1
     del link
     assert locked == {}, "unlocked when the link is freed"
-
-
-# ---- memory
-
-
-def is_on_host(offloaded, tensor):
-    """Return whether a tensor is in the link's host memory. Its device is always the CPU here."""
-    pieces = {piece.untyped_storage().data_ptr() for piece in offloaded.link.pieces}
-    return tensor.untyped_storage().data_ptr() in pieces
 
 
 def most_bytes(run, micro_batches, V, T):
@@ -518,8 +501,7 @@ def most_bytes(run, micro_batches, V, T):
 
     def step():
         for number in range(1, micro_batches + 1):
-            tokens = torch.randint(V, (1, T))
-            inputs = plain_rows(tokens)
+            inputs = plain_rows(torch.randint(V, (1, T)))
             run.backward(number == micro_batches, inputs=inputs)
         run.update()
 
@@ -529,7 +511,7 @@ def most_bytes(run, micro_batches, V, T):
     state = [t for n in on_device for t in run.optimizers.state[n].values()]
     fetched = [weight for weights, _ in offloaded.fetched.values() for weight in weights]
     tensors = [*run.model.parameters(), *state, *fetched]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    storages = {address(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
     with profile(profile_memory=True) as profiled:
         step()
     changes = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -537,11 +519,11 @@ def most_bytes(run, micro_batches, V, T):
     return sum(storages.values()) + max(accumulate(event.nbytes() for event in changes))
 
 
-OFFLOADED = [(HOSTED, RESIDENT), (GRADIENTS, RESIDENT), (STREAMED, RESIDENT), (STREAMED, GRADIENTS)]
+OFFLOADED = [(HOSTED, RESIDENT, True), (GRADIENTS, RESIDENT, True)]
+OFFLOADED += [(STREAMED, outside, tied) for outside in (RESIDENT, GRADIENTS) for tied in (0, 1)]
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("blocks", "outside"), OFFLOADED)
+@pytest.mark.parametrize(("blocks", "outside", "tied"), OFFLOADED)
 def test_a_step_needs_the_planned_memory(blocks, outside, tied):
     """Within 10 %. The vocabulary is so large that its gradients dominate temporary memory.
 
@@ -587,8 +569,7 @@ def test_on_a_gpu_losses_equal_plain_training_within_the_planned_memory(mixture)
     (losses, gradients), (expected, others) = trained(MIXTURES[mixture]), trained(PLAIN)
     assert losses[:2] == pytest.approx(expected[:2], rel=1e-6)
     assert losses == pytest.approx(expected, rel=1e-4)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, others[name], rtol=0, atol=1e-6)
+    torch.testing.assert_close(gradients, others, rtol=0, atol=1e-6)
 
 
 # ---- runs
@@ -608,15 +589,13 @@ def test_off_is_absent_and_neutral_is_identity(run, log_of, monkeypatch):
 @pytest.mark.dist
 def test_two_ranks_with_offloaded_state_train_as_without(store_dir, tmp_path):
     """Their weights agree too, which a run checks when it saves."""
-    flags = [*f"{SMALL} {SHORT} --micro-batch-size 2 --data {store_dir} --out".split()]
-    without, offloaded = ([*flags, str(tmp_path / name)] for name in ("without", "with"))
-    start_ranks(2, without, [*offloaded, "--offload", "--offload-budget", "820KB"])
+    flags = f"{SMALL} --tokens 512 --micro-batch-size 2 --eval-every 0 --data {store_dir}"
+    offloaded = f"{flags} --out {tmp_path}/with --offload --offload-budget 820KB"
+    start_ranks(2, f"{flags} --out {tmp_path}/without".split(), offloaded.split())
     assert metrics(read_log(tmp_path / "with")) == metrics(read_log(tmp_path / "without"))
 
 
-def test_a_stage_of_pseudo_has_its_placement_and_a_budget_too_small_for_one_is_refused_at_the_start(
-    run, log_of, tmp_path, capsys
-):
+def test_each_stage_of_pseudo_is_placed_or_refused_at_the_start(run, log_of, tmp_path, capsys):
     """The middle stage needs more memory than the first one and than the real model."""
     plainly = f"{SHORT} --layers 8 --pseudo --pseudo-group 1 --pseudo-until 0.3,0.6 --seq-len 16"
     plainly += " --optimizer adamw"

@@ -26,7 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import ALL_ON, SMALL, contents, losses_of, read_log, refusal, same, start_ranks
+from conftest import ALL_ON, SMALL, contents, losses_of, read_log, refusal, same, start_ranks, widen
 from small_batches import LLAMA, batch, for_model, loss_of
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -44,9 +44,7 @@ from ltd import drop_tokens
 from model import Batch, Transformer, TransformerConfig, run_plain, run_recomputed
 from support import checkpoint, fsdp, process
 from support import runtime as runtimes
-from support.fsdp import local_rows
 from support.optim import Optimizers
-from support.process import exit_cleanly
 from support.runtime import Runtime, start
 from support.store import Store
 from support.tokenizer import byte_lengths, get_encoding
@@ -89,44 +87,31 @@ def gpu(monkeypatch, tmp_path):
     triton_here.cached_why_not.cache_clear()
 
 
-def assert_both_use(impl: str) -> None:
-    """Assert which implementation attention and token dropping choose for CUDA tensors."""
-    assert chosen_impl("cuda", torch.bfloat16, 64) == ("triton" if impl == "triton" else "dense")
-    with FakeTensorMode():
-        x = torch.empty(2, 5, 4, device="cuda")
-    kept = torch.zeros(2, 3, dtype=torch.int64)
-    assert x.is_cuda and checked_impl("auto", x, kept) == impl
-
-
-GPUS = [
-    ((7, 5), torch.float32, "no Triton kernels: compute capability 7.5 is below 8.0"),
-    ((8, 0), torch.bfloat16, "bf16, one process, 1 threads; Triton kernels"),
+NOWHERE = Path("/nowhere/Python.h")
+GPUS = [  # compute capability, what replaces a part of triton_here, what start says
+    ((7, 5), {}, "; no Triton kernels: compute capability 7.5 is below 8.0"),
+    ((8, 0), {}, "bf16, one process, 1 threads; Triton kernels"),
+    ((9, 0), {"triton": None}, "; no Triton kernels: Triton is not installed"),
+    ((9, 0), {"python_header": lambda: NOWHERE}, f"headers, and {NOWHERE} was not found"),
+    ((9, 0), {"shutil": Mock(which=lambda name: None)}, "and gcc or clang was not found"),
 ]
 
 
-@pytest.mark.parametrize(("capability", "dtype", "said"), GPUS)
-def test_dtype_and_kernels_follow_from_the_compute_capability(gpu, capability, dtype, said):
+@pytest.mark.parametrize(("capability", "replaced", "said"), GPUS)
+def test_dtype_and_kernels_follow_from_the_gpu(gpu, monkeypatch, capability, replaced, said):
+    for name, value in replaced.items():
+        monkeypatch.setattr(triton_here, name, value)
     gpu(*capability)
     assert torch.cuda.is_bf16_supported(), "torch counts emulation as support"
     chosen = start("cuda", "auto")
-    assert chosen.dtype == dtype and said in chosen.why
-    assert_both_use("torch" if capability < (8, 0) else "triton")
+    assert chosen.dtype == (torch.float32 if capability < (8, 0) else torch.bfloat16)
+    assert chosen.why.endswith(said)
     assert start("cuda", "bf16").dtype == torch.bfloat16, "as the flag says"
-
-
-def test_if_triton_lacks_something_start_says_so_and_pytorch_is_used(gpu, monkeypatch, tmp_path):
-    nowhere = Path("/nowhere/Python.h")
-    missing = {
-        "Python's headers, and /nowhere/Python.h was not found": ("python_header", lambda: nowhere),
-        "a C compiler, and gcc or clang was not found": ("shutil", Mock(which=lambda name: None)),
-        "Triton is not installed": ("triton", None),
-    }
-    for said, (name, value) in missing.items():
-        with monkeypatch.context() as patch:
-            patch.setattr(triton_here, name, value)
-            gpu(9, 0)
-            assert start("cuda", "auto").why.endswith(said)
-            assert_both_use("torch")
+    with FakeTensorMode():
+        x = torch.empty(2, 5, 4, device="cuda")
+    kept = torch.zeros(2, 3, dtype=torch.int64)
+    impls = (chosen_impl("cuda", torch.bfloat16, 64), checked_impl("auto", x, kept))
+    assert impls == (("dense", "torch"), ("triton", "triton"))[said.endswith("; Triton kernels")]
 
 
 def test_ranks_communicate_by_nccl_on_gpus_and_by_gloo_on_the_host(gpu, monkeypatch):
@@ -162,7 +147,7 @@ def status_of(does: object) -> int:
         return does
 
     with pytest.raises(SystemExit) as end:
-        exit_cleanly(main)
+        process.exit_cleanly(main)
     return end.value.code
 
 
@@ -181,7 +166,7 @@ def test_misspelled_flags_get_a_suggestion():
 
 def test_other_exceptions_keep_their_traceback():
     with pytest.raises(ZeroDivisionError):
-        exit_cleanly(lambda: 1 / 0)
+        process.exit_cleanly(lambda: 1 / 0)
 
 
 def test_only_rank_0_prints_a_mistake_and_torchrun_can_quote_it(monkeypatch, capsys, tmp_path):
@@ -198,7 +183,7 @@ def print_to_a_closed_pipe() -> None:
     read, write = os.pipe()
     os.close(read)
     sys.stdout = os.fdopen(write, "w")
-    exit_cleanly(lambda: print("x" * 10**6))
+    process.exit_cleanly(lambda: print("x" * 10**6))
 
 
 def test_a_closed_pipe_ends_a_command_silently(capfd):
@@ -217,30 +202,21 @@ T, V = 24, 65  # neither 2 nor 3 ranks can share the 65 rows of the embedding ev
 
 
 def gpt(vocab_size: int = V, seq_len: int = T) -> Transformer:
-    return random_model(TransformerConfig(4, 2, 16, 64, seq_len, vocab_size, "rope"))
+    return widen(TransformerConfig(4, 2, 16, 64, seq_len, vocab_size, "rope").build())
 
 
 def gpt_with_shared_block() -> Transformer:
     """Return a model in which layers 1 to 3 share weights and the last layer is absent."""
-    model = random_model(TransformerConfig(5, 2, 16, 64, T, V, "learned"))
+    model = widen(TransformerConfig(5, 2, 16, 64, T, V, "learned").build())
     return pseudo.share_weights(model, (0, 1, 1, 1, pseudo.ABSENT))
 
 
 def llama() -> Transformer:
-    return random_model(TransformerConfig(3, 2, 16, 64, T, V, **LLAMA))
+    return widen(TransformerConfig(3, 2, 16, 64, T, V, **LLAMA).build())
 
 
 def bert() -> Transformer:
-    return random_model(BertConfig(3, 2, 16, 64, T, V, "learned", nsp=True))
-
-
-def random_model(config: TransformerConfig) -> Transformer:
-    """Return a model with random weights; initially scales of norms would be 1 and biases 0."""
-    model, random = config.build(), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.1)
-    return model
+    return widen(BertConfig(3, 2, 16, 64, T, V, "learned", nsp=True).build())
 
 
 def rows_of(model: Transformer, step: int, rows: int) -> Batch:
@@ -263,11 +239,11 @@ class Trained:
         named = dict(model.named_parameters())
         self.optimizers = Optimizers(named, "muon", weight_decay=0.1, beta2=0.95)
 
-    def gradients(self, step: int, rows: int, autocast=nullcontext) -> Tensor:
+    def gradients(self, step: int, autocast=nullcontext) -> Tensor:
         """Compute gradients row by row; layers 1 and 2 keep half of the tokens. Return the loss."""
         rank, world_size = self.runtime.rank, self.runtime.world_size
-        inputs = rows_of(self.model, step, rows)
-        own = range(rows * rank // world_size, rows * (rank + 1) // world_size)
+        inputs = rows_of(self.model, step, ROWS)
+        own = range(ROWS * rank // world_size, ROWS * (rank + 1) // world_size)
         kept = torch.arange(step % 2, T, 2)[None]
         run_block = drop_tokens({1: kept, 2: kept}, run_recomputed if step % 2 else run_plain)
         total = torch.zeros(())
@@ -276,13 +252,13 @@ class Trained:
                 fsdp.sync_gradients(self.model, row == own[-1])
             with autocast():
                 loss = loss_of(self.model, inputs.rows(slice(row, row + 1)), run_block)
-            (loss * world_size / (rows * T)).backward()
-            total += loss.detach() / (rows * T)
+            (loss * world_size / (ROWS * T)).backward()
+            total += loss.detach() / (ROWS * T)
         return self.runtime.reduce(total)
 
-    def step(self, step: int, rows: int = ROWS) -> tuple[float, float]:
+    def step(self, step: int) -> tuple[float, float]:
         """Make a step; return the loss, and the gradient's norm before clipping."""
-        loss = self.gradients(step, rows).item()
+        loss = self.gradients(step).item()
         norm = self.optimizers.clip_gradients(CLIP).item()
         assert norm > CLIP, "nothing is clipped"
         self.optimizers.step(1e-2)
@@ -318,7 +294,7 @@ def check_steps(runtime: Runtime, build: Callable) -> None:
     singular values of a gradient, rounding errors included.
     """
     ours, alone = (Trained(build().double(), where) for where in (runtime, checkpoint.ALONE))
-    held = sum(local_rows(p).numel() for p in ours.model.parameters())
+    held = sum(fsdp.local_rows(p).numel() for p in ours.model.parameters())
     total = sum(p.numel() for p in alone.model.parameters())
     assert held / total - 1 / runtime.world_size < 0.04
     for step in range(2):
@@ -335,15 +311,15 @@ def check_steps(runtime: Runtime, build: Callable) -> None:
     for value, expected in zip(*values, strict=True):
         assert (value - expected).abs().max() < 1e-6
     for trained in (ours, alone):  # an evaluation must not leave weights gathered or freed
-        trained.gradients(2, ROWS)
+        trained.gradients(2)
     assert distance(ours.all_gradients(), alone.all_gradients()) < 1e-6
 
 
 def check_nonfinite_gradients(runtime: Runtime) -> None:
     """A gradient that is not finite on one rank is noticed on every rank."""
     ours = Trained(gpt(), runtime)
-    ours.gradients(0, ROWS)
-    rows = local_rows(ours.model.h[1].mlp.c_fc.weight.grad)
+    ours.gradients(0)
+    rows = fsdp.local_rows(ours.model.h[1].mlp.c_fc.weight.grad)
     if runtime.rank == 1:
         rows[0, 0] = math.nan
     assert ours.optimizers.clip_gradients(1.0).isnan()
@@ -375,7 +351,7 @@ def check_bf16(runtime: Runtime) -> None:
 
     def gradients(ranks: Runtime, autocast: Callable = bf16.autocast) -> Tensor:
         trained = Trained(gpt(), ranks)
-        trained.gradients(0, ROWS, autocast)
+        trained.gradients(0, autocast)
         return torch.cat([whole(g).flatten() for g in trained.all_gradients().values()])
 
     with pytest.MonkeyPatch.context() as patch:
@@ -425,7 +401,7 @@ def check_failing_saves(runtime: Runtime, folder: Path) -> None:
         message = refusal(checkpoint.save, later, ours.state(), runtime, keep=1)
     assert "00000002.pt: not written" in message and "No space left" in message
     if runtime.rank == 1:
-        local_rows(ours.model.wte.weight.detach())[0] = math.nan
+        fsdp.local_rows(ours.model.wte.weight.detach())[0] = math.nan
     message = refusal(checkpoint.save, later, ours.state(), runtime, keep=1)
     assert message == "weight wte.weight is not finite"
     if runtime.is_rank0:
@@ -458,15 +434,13 @@ def check_resuming(runtime: Runtime, folder: Path) -> None:
     moments = state["optimizers"]["state"]["wte.weight"].values()
     for tensor in (t for t in (*state["model"].values(), *moments) if t.ndim):
         most = -(-len(tensor) // runtime.world_size) * tensor[0].nbytes
-        assert local_rows(tensor).untyped_storage().nbytes() <= most, "it holds more than its rows"
-    check_losses(ours, state, losses)
-    check_losses(Trained(gpt_with_shared_block()), saved, losses)
-
-
-def check_losses(trained: Trained, state: dict, losses: list[float]) -> None:
-    trained.model.load_state_dict(state["model"])
-    trained.optimizers.load_state_dict(state["optimizers"])
-    assert close([trained.step(step)[0] for step in (1, 2)], losses)
+        assert fsdp.local_rows(tensor).untyped_storage().nbytes() <= most, (
+            "it holds more than its rows"
+        )
+    for trained, loaded in ((ours, state), (Trained(gpt_with_shared_block()), saved)):
+        trained.model.load_state_dict(loaded["model"])
+        trained.optimizers.load_state_dict(loaded["optimizers"])
+        assert close([trained.step(step)[0] for step in (1, 2)], losses)
 
 
 def check_freed_memory_is_kept() -> None:
