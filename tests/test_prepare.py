@@ -241,7 +241,7 @@ def test_of_a_few_documents_the_last_ones_are_held_out(tmp_path):
 
 
 def make(source: Path, out: Path, encoding=BYTES, **options) -> Store:
-    meta = prepare.prepare([source], out, encoding, encoding.name, **options)
+    meta = prepare.prepare([source], out, encoding, **options)
     made = Store.open(out)
     assert made.meta == meta
     return made
@@ -302,7 +302,7 @@ def test_a_large_vocabulary_is_stored_in_uint32(tmp_path):
     assert made.tokens.dtype == np.uint32 and made.tokens.max() == large.eot_token == 65_596
     assert sorted(texts_of(made, large)) == sorted(read(TINY))
     bare = tmp_path / "store" / "tokens.bin"  # uint32 too, because of the vocabulary
-    prepare.prepare_tokens(bare, tmp_path / "again", large, large.name)
+    prepare.prepare_tokens(bare, tmp_path / "again", large)
     assert Store.open(tmp_path / "again").tokens.tolist() == made.tokens.tolist()
 
 
@@ -353,11 +353,11 @@ BAD_TOKENS = [
         "50% are 0: unpack or convert it, or add --tokens-dtype",
     ),
     (BARE.astype(np.int64).tobytes(), f"{FROM} --tokens-dtype uint32", "a.bin: is not bare uint32"),
-    (b"\0\xff", FROM, "a.bin: has token 65280, but those of --tokenizer bytes end at 256"),
+    (b"\0\xff", FROM, "a.bin: has token 65280, but --tokenizer bytes ends at 256"),
     (b"\1\0", f"{FROM} more.txt", "or --tokens-from"),
     (b"\1\0", f"{FROM} --split-on blank-line", "--split-on has no effect here"),
     (b"\1\0", "a.bin --tokens-dtype uint32", "--tokens-dtype has no effect here"),
-    (b"\1\0", "a.bin --learn-ranks 300 --tokenizer bytes", "--tokenizer has no effect here"),
+    (b"\1\0", "a.bin --learn-ranks 300 --tokenizer bytes", "--tokenizer: not allowed with argument --learn-ranks"),
     (b"\1\0", "--tokens-from train.bin --holdout 5", "val.bin is held out: leave it out"),
 ]
 
