@@ -86,11 +86,10 @@ def prepare(inputs: Sequence[str | Path], out: Path, encoding: Encoding, **optio
     with store.atomic_folder(out) as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         writer = store.StoreWriter(folder, encoding)
         while batch := list(islice(documents, BATCH)):
-            encoded = pool.map(encode, [document.text for document in batch])
-            for document, ids in zip(batch, encoded, strict=True):
+            encoded = pool.map(encode, [text for text, _ in batch])
+            for (_, held_out), ids in zip(batch, encoded, strict=True):
                 if len(ids):
-                    ids = np.append(ids, encoding.eot_token)
-                    writer.append(ids, document.held_out, [len(ids)])
+                    writer.append(np.append(ids, encoding.eot_token), held_out, [len(ids) + 1])
                 else:
                     without_text += 1
         kinds = " or a ".join(sorted({kind for *_, kind in corpus.files}))

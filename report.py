@@ -156,10 +156,9 @@ def page(logs: list[RunLog], loss: float | None = None) -> str:
     recipes = recipes_of(logs)
     settings = {name: runs[0].settings for name, runs in recipes.items()}
     is_one, first = len(logs) == 1, next(iter(recipes.values()))
-    events: list[tuple[int, str]] = []
+    events = events_of(logs[0]) if is_one else []
     if is_one:
         settings["default"] = flattened(config.build({}))
-        events = events_of(logs[0])
     elif loss is None and all(log.on_the_way for log in first):
         loss = max(log.on_the_way[-1]["val_bpb"] for log in first)  # all its seeds reach it
     costs = {name: costs_of(runs, first, loss) for name, runs in recipes.items() if loss}
@@ -350,11 +349,11 @@ def unit_of_loss(logs: list[RunLog]) -> tuple[str, float]:
     return "nats", 1
 
 
-Runs = list[tuple[RunLog, str, int]]  # each with the name and the colour of its recipe
+def curves_of(runs: list[tuple[RunLog, str, int]], column: str, scale: float) -> list[Curve]:
+    """Plot a column of every run, which comes with the name and the colour of its recipe.
 
-
-def curves_of(runs: Runs, column: str, scale: float) -> list[Curve]:
-    """Plot a column of every run; measured ones are smoothed, to a median of every few steps."""
+    Measured columns are smoothed, to a median of every few steps.
+    """
     curves = []
     for log, label, color in runs:
         y = scale * log.steps[column]
@@ -369,7 +368,7 @@ def curves_of(runs: Runs, column: str, scale: float) -> list[Curve]:
     return curves
 
 
-def held_out_curves(runs: Runs, unit: str) -> list[Curve]:
+def held_out_curves(runs: list[tuple[RunLog, str, int]], unit: str) -> list[Curve]:
     """Plot the held-out loss of every run against one of UNITS, with seconds shown as minutes.
 
     The final evaluation usually covers more text, so it is a separate dot.

@@ -14,7 +14,7 @@ from collections import Counter
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -27,7 +27,6 @@ from torch.multiprocessing import start_processes
 import analyze
 from analyze import Metric
 from data import KINDS
-from support.store import Store
 
 NAMES = ["length", "rarity"]
 ALL = [*analyze.METRICS]
@@ -54,11 +53,9 @@ def record(monkeypatch, name):
 # ---- values and order
 
 
-def texts_of(store, kind, seq_len):
+def texts_of(kind, seq_len):
     """Return the tokens of every sample, computed from the documents in plain Python."""
-    store = Store.open(store)
-    edges = store.offsets[: store.meta["train_documents"] + 1].tolist()
-    documents = [store.tokens[a:b].tolist() for a, b in pairwise(edges)]
+    documents = [[*ids, END] for ids in many_documents()]
     if kind == "rows":
         documents = [list(chain(*documents))]
     if kind in ("bert", "pairs"):  # framed by [CLS] and [SEP] instead of ended by end-of-text
@@ -69,7 +66,7 @@ def texts_of(store, kind, seq_len):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_order_equal_a_plain_loop(store, tmp_path, kind):
-    samples, texts = samples_of(store, kind), texts_of(store, kind, 8)
+    samples, texts = samples_of(store, kind), texts_of(kind, 8)
     spans = samples.spans(np.arange(len(samples))).tolist()
     assert [samples.store.tokens[a:b].tolist() for a, b in spans] == texts
 
@@ -161,8 +158,7 @@ def test_an_error_on_one_rank_is_reported_by_both(tmp_path, small, monkeypatch):
 @pytest.mark.dist
 def test_ranks_that_share_no_folder_are_refused(store, tmp_path, small, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    machines = {"0": Path("one"), "1": Path("two")}
-    monkeypatch.setattr(analyze, "index_folder", lambda *_: machines[os.environ["RANK"]])
+    monkeypatch.setattr(analyze, "index_folder", lambda *_: Path(os.environ["RANK"]))
     by_rank = output_of_two_ranks("store --seq-len 8 --metric length")
     assert all("on rank 0 lacks files of other ranks" in said for said in by_rank)
 
@@ -182,14 +178,12 @@ def test_a_killed_analysis_resumes(store, tmp_path, monkeypatch, small, number):
     for name in unfinished:
         message = refusal(load, folder, samples, name)
         assert re.search(f"{name} is damaged .*No such file", message)
-    left = Counter()  # shards, by kind
-    for name in unfinished:
-        for kind in ("counts", "values") if name == "rarity" else ("values",):
-            done = len([*folder.glob(f".{name}.*/{kind}-*.npy")])
-            left[kind] += len(range(0, len(samples), 7)) - done
-    again = [record(monkeypatch, name) for name in ("count_shard", "measure_shard")]
+    made = [file.name for name in unfinished for file in folder.glob(f".{name}.*/*.npy")]
+    done, shards = Counter(name.partition("-")[0] for name in made), len(range(0, len(samples), 7))
+    counted, measured = (record(monkeypatch, name) for name in ("count_shard", "measure_shard"))
     assert analyzed(folder, samples, NAMES) == whole, "no other file is left"
-    assert [len(calls) for calls in again] == [left["counts"], left["values"]]
+    assert len(counted) == shards * ("rarity" in unfinished) - done["counts"]
+    assert len(measured) == shards * len(unfinished) - done["values"]
 
 
 def test_damaged_and_empty_stores_are_refused(tmp_path):
@@ -238,8 +232,7 @@ def test_for_a_large_store_training_names_the_command_to_run(store, tmp_path, mo
 def test_command_prints_percentiles(tmp_path, capsys):
     """The samples have 100 to 1 tokens, in this order: n - 1 times token 0, then end-of-text."""
     store = write_store(tmp_path / "hundred", [[0] * n for n in reversed(range(100))])
-    flags = f"--metric rarity,length --seq-len 128 --out {tmp_path / 'out'}"
-    analyze.main([str(store), *flags.split()])
+    analyze.main(f"{store} --metric rarity,length --seq-len 128 --out {tmp_path}/out".split())
     _, head, _, length, *_ = (line.split() for line in capsys.readouterr().out.splitlines())
     assert head == ["percentile", *map(str, analyze.PERCENTS)]
     assert length == ["length", *map(str, (1, *analyze.PERCENTS[1:]))]
