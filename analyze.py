@@ -137,8 +137,7 @@ def measure(samples: Samples, name: str, folder: Path, ranks: Runtime) -> list[P
     """Measure all samples by a metric; return the files with the values of each shard."""
     nats = None
     if METRICS[name].needs_nats:
-        work = partial(count_shard, samples)
-        counts = run_pass(folder / "counts", work, len(samples), ranks)
+        counts = run_pass(folder / "counts", partial(count_shard, samples), len(samples), ranks)
         nats = surprisal(ranks.on_rank0(lambda: sum(map(np.load, counts))))
     work = partial(measure_shard, samples, name, nats)
     return run_pass(folder / "values", work, len(samples), ranks)

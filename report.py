@@ -121,7 +121,7 @@ def read_run(folder: Path) -> RunLog:
     full = settings["model.layers"] * positions
     steps["dropped_share"] = (1 - computed / full).clip(min=0).round(4)
     final = [line for line in lines["eval"] if line["last"]][-1:]
-    on_the_way = [line for line in lines["eval"] if not line["last"]] or final
+    on_the_way = [line for line in lines["eval"] if not line["last"]] or lines["eval"]
     return RunLog(folder, lines, settings, final, on_the_way, steps)
 
 
@@ -191,11 +191,12 @@ def events_of(log: RunLog) -> list[tuple[int, str]]:
 
 # ---- tables
 
-Rows = dict[str, dict[str, str]]  # {name: {column: cell in HTML}}
 
+def table(rows: dict[str, dict[str, str]], turned: bool = False) -> str:
+    """Make an HTML table of {name: {column: cell in HTML}}; if turned, each row becomes a column.
 
-def table(rows: Rows, turned: bool = False) -> str:
-    """Make an HTML table; if turned, each row becomes a column. "" if there is nothing in it."""
+    Returns: "" if there is nothing in it
+    """
     if not any(rows.values()):
         return ""
     lines = [["", *next(iter(rows.values()))]]
@@ -276,7 +277,7 @@ def with_seeds(values: list[float], digits: int) -> str:
     return f"{np.mean(values):.{digits}f}{ends}"
 
 
-def differing(settings: dict[str, dict]) -> Rows:
+def differing(settings: dict[str, dict]) -> dict[str, dict[str, str]]:
     """Return for each recipe {flag: value} of the settings that differ between recipes."""
     flags = {name: setting.flag or name for name, setting in settings_of(config.Config).items()}
     names = dict.fromkeys(name for one in settings.values() for name in one)

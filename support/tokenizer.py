@@ -65,7 +65,7 @@ def get_encoding(name: str = "pd4k") -> tiktoken.Encoding:
     elif name == "pd4k":
         ranks = read_ranks(PD4K)
     elif name.endswith((".tiktoken", ".model")):
-        name = str(Path(name).resolve())
+        name = str(Path(name).absolute())  # a link's own name has the suffix
         ranks = read_ranks(Path(name))
     else:
         raise ValueError(f"tokenizer {name!r}: choose {NAMES}")

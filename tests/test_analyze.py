@@ -91,8 +91,6 @@ def test_values_and_order_equal_a_plain_loop(store, tmp_path, kind):
 def test_shards_and_blocks_do_not_matter(store, tmp_path, monkeypatch, request):
     samples = samples_of(store, "bert")
     whole = analyzed(tmp_path / "whole", samples, ALL)
-    lengths = np.frombuffer(whole["length/values.bin"], np.uint32)
-    assert len(set(lengths.tolist())) < len(lengths) / 5, "ties span shards"
     request.getfixturevalue("small")
     calls = record(monkeypatch, "measure_shard")
     assert analyzed(tmp_path / "parts", samples, ALL) == whole
@@ -198,8 +196,7 @@ def test_damaged_and_empty_stores_are_refused(tmp_path):
 
 def test_training_analyzes_a_small_store_once(store, monkeypatch, capsys):
     samples = samples_of(store)
-    tokens = samples.store.meta["train_tokens"]
-    monkeypatch.setattr(analyze, "SMALL", tokens)  # just small enough
+    monkeypatch.setattr(analyze, "SMALL", samples.store.meta["train_tokens"])  # just small enough
     summed, measured = (record(monkeypatch, name) for name in ("count_shard", "measure_shard"))
     assert list(analyze.ready(samples, ["seqlen", "rarity"], None, ONE)) == ["rarity"]
     folder = store / "curriculum" / "pieces-8"
@@ -218,8 +215,7 @@ def test_for_a_large_store_training_names_the_command_to_run(store, tmp_path, mo
     samples, kept = samples_of(store, "bert", 16), str(tmp_path / "kept")
     monkeypatch.setattr(analyze, "SMALL", samples.store.meta["train_tokens"] - 1)
     message = refusal(analyze.ready, samples, NAMES, kept, ONE)
-    assert "has no index by length,rarity" in message
-    assert [path.name for path in tmp_path.iterdir()] == ["store"], "nothing is analyzed"
+    assert "has no index by length,rarity" in message and not Path(kept).exists()
     analyze.main(shlex.split(message.partition("python analyze.py ")[2]))
     assert list(analyze.ready(samples, NAMES, kept, ONE)) == NAMES
     two_ranks = replace(ONE, world_size=2)  # they would hang if they waited for each other
