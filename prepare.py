@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
-import tiktoken
+from tiktoken import Encoding
 from tqdm import tqdm
 
 from support import process, store, tokenizer
@@ -64,24 +64,17 @@ def embedded_store(name: str) -> Path:
     if not folder.exists():
         print(f"preparing the embedded corpus in {folder}", file=sys.stderr)
         try:
-            prepare([corpus], folder, encoding, name)
+            prepare([corpus], folder, encoding)
         except OSError:
             if not folder.exists():  # otherwise another process was faster
                 raise
     return folder
 
 
-def prepare(
-    inputs: Sequence[str | Path],
-    out: str | Path,
-    encoding: tiktoken.Encoding,
-    name: str,
-    **options: object,
-) -> dict:
+def prepare(inputs: Sequence[str | Path], out: Path, encoding: Encoding, **options: object) -> dict:
     """Encode documents into a store, which appears whole at `out` or not at all.
 
     Args:    inputs, options passed to Corpus
-             name            of the tokenizer, for get_encoding; recorded in the store
     Returns: the contents of meta.json
     Raises:  ValueError for bad input, and for a corpus without text
     """
@@ -90,25 +83,19 @@ def prepare(
     without_text = 0
     # encode_ordinary would hold the GIL while it builds a list of ints; encode_to_numpy does not
     encode = partial(encoding.encode_to_numpy, disallowed_special=())
-    with store.atomic_folder(Path(out)) as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+    with store.atomic_folder(out) as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         writer = store.StoreWriter(folder, encoding)
         while batch := list(islice(documents, BATCH)):
-            encoded = pool.map(encode, [document.text for document in batch])
-            for document, ids in zip(batch, encoded, strict=True):
+            encoded = pool.map(encode, [text for text, _ in batch])
+            for (_, held_out), ids in zip(batch, encoded, strict=True):
                 if len(ids):
-                    ids = np.append(ids, encoding.eot_token)
-                    writer.append(ids, document.held_out, [len(ids)])
+                    writer.append(np.append(ids, encoding.eot_token), held_out, [len(ids) + 1])
                 else:
                     without_text += 1
-        return writer.finish(
-            name,
-            inputs,
-            skipped=without_text,
-            document=" or a ".join(sorted({kind for *_, kind in corpus.files})),
-            holdout=corpus.holdout,
-            held_out_by="hash" if corpus.training_characters is None else "tail",
-            split_on=corpus.split_on,
-        )
+        kinds = " or a ".join(sorted({kind for *_, kind in corpus.files}))
+        about = {"skipped": without_text, "document": kinds, "holdout": corpus.holdout}
+        about["held_out_by"] = "hash" if corpus.training_characters is None else "tail"
+        return writer.finish(inputs, **about, split_on=corpus.split_on)
 
 
 # ---- documents
@@ -148,15 +135,12 @@ class Corpus:
                 try:
                     kind = kind_of(path)
                     if kind != "file" and path != Path(given):
-                        for _ in self._read(path, name, kind):  # check it to its end
-                            pass
+                        sum(1 for _ in self._read(path, name, kind))  # check it to its end
                     self.files.append((path, name, kind))
                 except (ValueError, OSError) as error:
                     if path == Path(given):
                         raise
                     self.skipped.append(process.one_line(error))
-        if self.skipped and not self.files:
-            raise ValueError(f"no file can be read; the first: {self.skipped[0]}")
         if self.skipped:
             count = f"skipped {several(len(self.skipped), 'file')}; the first ones:"
             print(count, *self.skipped[:5], sep="\n  ", file=sys.stderr)
@@ -178,15 +162,12 @@ class Corpus:
 
     def _before_the_tail(self) -> int | None:
         """Count the characters before the last 1/holdout; None if hashes give both sides text."""
-        characters = 0
-        sides = set()
+        characters = [0, 0]  # for training, held out
         for text, held_out in self._by_hash():
-            characters += len(text)
-            if text:
-                sides.add(held_out)
-            if len(sides) == 2:
+            characters[held_out] += len(text)
+            if all(characters):
                 return None
-        return characters - -(-characters // self.holdout)
+        return sum(characters) * (self.holdout - 1) // self.holdout
 
     def _read(self, path: Path, name: str, kind: str) -> Iterator[tuple[str | None, str]]:
         """Yield the id, or None, and the text of each document in a file."""
@@ -358,34 +339,29 @@ HEADERS = (b"\x1f\x8b\x08", b"\x93NUMPY", b"PK\3\4")
 
 
 def prepare_tokens(
-    train: Path,
-    out: str | Path,
-    encoding: tiktoken.Encoding,
-    name: str,
-    holdout: int | None = None,
-    tokens_dtype: str | None = None,
+    train: Path, out: Path, encoding: Encoding, holdout: int | None = None, tokens_dtype: str = ""
 ) -> dict:
     """Make a store from a file of tokens with end-of-text after each document, such as nanoGPT's.
 
     Args: holdout      passed to `token_sides`
-          tokens_dtype of the file; None: the store's
+          tokens_dtype of the file; "": the store's
     """
     end = encoding.eot_token
-    with store.atomic_folder(Path(out)) as folder:
+    with store.atomic_folder(out) as folder:
         writer = store.StoreWriter(folder, encoding)
         sides = token_sides(train, end, tokens_dtype or writer.dtype, holdout)
         for side, tokens in enumerate(sides):
             for start in range(0, len(tokens), BLOCK):
                 ids = np.array(tokens[start : start + BLOCK])
                 if ids.max() > end:
-                    largest = f"token {ids.max()}, but those of --tokenizer {name} end at {end}"
+                    largest = f"token {ids.max()}, but --tokenizer {encoding.name} ends at {end}"
                     raise ValueError(f"--tokens-from {tokens.filename}: has {largest}")
                 before = np.append(tokens[start - 1] if start else end, ids[:-1])
                 ids = ids[(ids != end) | (before != end)]  # drop empty documents
                 writer.append(ids, side, np.flatnonzero(ids == end) + 1)
             if len(tokens) and tokens[-1] != end:
                 writer.append(np.array([end]), side, [1])
-        return writer.finish(name, [train], held_out_by="file", document=f"part up to id {end}")
+        return writer.finish([train], held_out_by="file", document=f"part up to id {end}")
 
 
 def token_sides(
@@ -423,8 +399,7 @@ def map_tokens(file: Path, dtype: np.dtype | str) -> np.ndarray:
 # ---- the command
 
 
-def print_summary(made: store.Store) -> None:
-    meta = made.meta
+def print_summary(meta: dict) -> None:
     held_out = meta["documents"] - meta["train_documents"]
     held_out_tokens = meta["tokens"] - meta["train_tokens"]
     bytes_each = meta["bytes"] / (meta["tokens"] - meta["documents"])
@@ -451,12 +426,11 @@ def main(argv: list[str] | None = None) -> None:
     flag("--tokens-from", type=Path, help="tokens instead: nanoGPT's train.bin, val.bin beside it")
     flag("--tokens-dtype", choices=["uint32"], help="of that file (16 bits, unless ids need 32)")
     flag("--out", type=Path, required=True, help="folder of the new store")
-    flag("--tokenizer", help=f"{tokenizer.NAMES} (pd4k)")
-    flag("--learn-ranks", type=whole_number, help="learn a tokenizer of this size, make no store")
-    holdout = "hold out one document in N, or the last 1/N of a single text; 0: none (20)"
-    flag("--holdout", type=whole_number, metavar="N", help=holdout)
-    split_on = r"cut plain text into documents at each blank-line, or at a STRING, e.g. '\n---\n'"
-    flag("--split-on", metavar="STRING", help=split_on)
+    either = parser.add_mutually_exclusive_group().add_argument
+    either("--tokenizer", help=f"{tokenizer.NAMES} (pd4k)")
+    either("--learn-ranks", type=whole_number, help="learn a tokenizer of this size, make no store")
+    flag("--holdout", type=whole_number, metavar="N", help="hold out 1 document in N; 0: none (20)")
+    flag("--split-on", help=r"cut plain text at each blank-line, or each string such as '\n---\n'")
     flag("--text-column", help="the field or column with the text (text)")
     given = {name: v for name, v in vars(parser.parse_args(argv)).items() if v is not None}
     inputs, out = given.pop("inputs"), given.pop("out")
@@ -465,8 +439,6 @@ def main(argv: list[str] | None = None) -> None:
     if out.exists():
         raise ValueError(f"--out {out}: exists already: remove it or name another folder")
     unused = {"tokens_dtype"} if inputs else {"learn_ranks", "split_on", "text_column"}
-    if "learn_ranks" in given:
-        unused.add("tokenizer")
     for name in sorted(unused & given.keys()):
         raise ValueError(f"--{name.replace('_', '-')} has no effect here: leave it out")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that atomic_folder tidies up
@@ -474,19 +446,14 @@ def main(argv: list[str] | None = None) -> None:
         if out.suffix != ".tiktoken" or not out.absolute().parent.is_dir():
             raise ValueError(f"--out {out}: end the name in .tiktoken, in a folder that exists")
         n_ranks = given.pop("learn_ranks")
-        documents = Corpus(inputs, **given).documents()
-        texts = (document.text for document in documents if not document.held_out)
+        texts = (d.text for d in Corpus(inputs, **given).documents() if not d.held_out)
         write_ranks(out, tokenizer.learn_ranks(texts, n_ranks))
         return
-    name = given.pop("tokenizer", "pd4k")
-    encoding = tokenizer.get_encoding(name)
-    if name.endswith((".tiktoken", ".model")):
-        name = str(Path(name).resolve())  # so that it works from any folder
+    encoding = tokenizer.get_encoding(given.pop("tokenizer", "pd4k"))
     if inputs:
-        prepare(inputs, out, encoding, name, **given)
+        print_summary(prepare(inputs, out, encoding, **given))
     else:
-        prepare_tokens(given.pop("tokens_from"), out, encoding, name, **given)
-    print_summary(store.Store.open(out))
+        print_summary(prepare_tokens(given.pop("tokens_from"), out, encoding, **given))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ In reading order: logs, the page, its tables, its charts, one chart as SVG, the 
 """
 
 import math
-import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from html import escape
@@ -81,22 +80,10 @@ MAY_DIFFER = {f"run.{name}" for name in OF_A_RUN}
 class RunLog(NamedTuple):
     folder: Path
     lines: dict[str, list[dict]]  # by event: run, eval, stage, sample, ...; "torn": damaged lines
+    settings: dict[str, object]  # at the last start or resume
+    final: list[dict]  # the evaluation at the end, on --final-eval-tokens; [] before it
+    on_the_way: list[dict]  # the others, all on the same text; if there is none, the final one
     steps: dict[str, np.ndarray]  # columns of the "train" lines: (n,) float64, NaN if not logged
-
-    @property
-    def settings(self) -> dict[str, object]:
-        """The settings at the last start or resume."""
-        return self.lines["run"][-1]["config"]
-
-    @property
-    def final(self) -> dict | None:
-        """The evaluation at the end, on as much held-out text as --final-eval-tokens says."""
-        return next((line for line in reversed(self.lines["eval"]) if line["last"]), None)
-
-    @property
-    def on_the_way(self) -> list[dict]:
-        """The evaluations before the end, all on the same text; if there is none, the final one."""
-        return [line for line in self.lines["eval"] if not line["last"]] or self.lines["eval"]
 
     def at(self, column: str, step: float = math.inf) -> float:
         """Return the value of a cumulative column after a step, or at the end."""
@@ -130,9 +117,12 @@ def read_run(folder: Path) -> RunLog:
     positions = real / (1 - steps["padding_share"])
     steps["positions"] = positions.cumsum()
     # Repeated context is in layer_tokens but not in real_tokens, so the share could fall below 0.
-    full = lines["run"][-1]["config"]["model.layers"] * positions
+    settings = lines["run"][-1]["config"]
+    full = settings["model.layers"] * positions
     steps["dropped_share"] = (1 - computed / full).clip(min=0).round(4)
-    return RunLog(folder, lines, steps)
+    final = [line for line in lines["eval"] if line["last"]][-1:]
+    on_the_way = [line for line in lines["eval"] if not line["last"]] or lines["eval"]
+    return RunLog(folder, lines, settings, final, on_the_way, steps)
 
 
 Recipes = dict[str, list[RunLog]]  # {name: runs that differ only in the seed}
@@ -144,11 +134,10 @@ def recipes_of(logs: Sequence[RunLog]) -> Recipes:
     for log in logs:
         recipe = sorted((n, str(value)) for n, value in log.settings.items() if n not in MAY_DIFFER)
         groups[str(recipe)].append(log)
-    recipes = {}
-    for runs in groups.values():
-        others = f" and {len(runs) - 1} more" if len(runs) > 1 else ""
-        recipes[f"{runs[0].folder}{others}"] = runs
-    return recipes
+    return {
+        f"{runs[0].folder}" + (f" and {len(runs) - 1} more" if runs[1:] else ""): runs
+        for runs in groups.values()
+    }
 
 
 # ---- the page
@@ -157,9 +146,8 @@ def recipes_of(logs: Sequence[RunLog]) -> Recipes:
 def write_page(*folders: Path, out: Path | None = None, loss: float | None = None) -> Path:
     """Write a page about these runs to `out` (default: report.html, for one run in its folder)."""
     file = out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
-    text = page([read_run(folder) for folder in folders], loss)
     with atomic_write(file) as stream:
-        stream.write(text.encode())
+        stream.write(page([read_run(folder) for folder in folders], loss).encode())
     return file
 
 
@@ -168,11 +156,10 @@ def page(logs: list[RunLog], loss: float | None = None) -> str:
     recipes = recipes_of(logs)
     settings = {name: runs[0].settings for name, runs in recipes.items()}
     is_one, first = len(logs) == 1, next(iter(recipes.values()))
-    events: list[tuple[int, str]] = []
+    events = events_of(logs[0]) if is_one else []
     if is_one:
         settings["default"] = flattened(config.build({}))
-        events = events_of(logs[0])
-    elif loss is None and all(log.lines["eval"] for log in first):
+    elif loss is None and all(log.on_the_way for log in first):
         loss = max(log.on_the_way[-1]["val_bpb"] for log in first)  # all its seeds reach it
     costs = {name: costs_of(runs, first, loss) for name, runs in recipes.items() if loss}
     charts = charts_of(recipes, loss, [logs[0].at(AXIS, step) for step, _ in events])
@@ -204,11 +191,12 @@ def events_of(log: RunLog) -> list[tuple[int, str]]:
 
 # ---- tables
 
-Rows = dict[str, dict[str, str]]  # {name: {column: cell in HTML}}
 
+def table(rows: dict[str, dict[str, str]], turned: bool = False) -> str:
+    """Make an HTML table of {name: {column: cell in HTML}}; if turned, each row becomes a column.
 
-def table(rows: Rows, turned: bool = False) -> str:
-    """Make an HTML table; if turned, each row becomes a column. "" if there is nothing in it."""
+    Returns: "" if there is nothing in it
+    """
     if not any(rows.values()):
         return ""
     lines = [["", *next(iter(rows.values()))]]
@@ -227,11 +215,11 @@ def cell(value: str, detail: str) -> str:
 def results_of(logs: list[RunLog]) -> dict[str, str]:
     """Return the main results of a recipe: means over its runs."""
     settings, ended = logs[0].settings, [log for log in logs if log.final]
-    evals = [(log, log.final or log.on_the_way[-1]) for log in ended or logs if log.lines["eval"]]
+    evals = [(log, line) for log in ended or logs for line in (log.final or log.on_the_way)[-1:]]
     texts = {log.text_of(line) for log, line in evals}
     text = "on different texts" if len(texts) > 1 else "".join(texts)
     loss = with_seeds([line["val_bpb"] for _, line in evals], 3)
-    mean = {name: statistics.mean(log.at(name) for log in logs) for name in logs[0].steps}
+    mean = {name: np.mean([log.at(name) for log in logs]) for name in logs[0].steps}
     positions, seconds = mean["positions"] or math.nan, mean["seconds"] or math.nan
     dropped = max(1 - mean["layer_tokens"] / (settings["model.layers"] * positions), 0.0)
     state = f"{min(mean[AXIS] / settings['optim.tokens'], 1):.0%} of its budget"
@@ -254,15 +242,14 @@ def results_of(logs: list[RunLog]) -> dict[str, str]:
 
 def costs_of(logs: list[RunLog], first: list[RunLog], loss: float) -> dict[str, str]:
     """Return what a recipe's runs spent to reach a loss, relative to the first recipe's mean."""
-    costs = [cost for log in logs if (cost := cost_to_reach(log, loss))]
-    base = [cost for log in first if (cost := cost_to_reach(log, loss))]
+    costs, base = ([c for log in runs if (c := cost_to_reach(log, loss))] for runs in (logs, first))
     was_below = any(log.on_the_way[0]["val_bpb"] < loss for log in logs if log.on_the_way)
     cells = {"reached": f"{len(costs)} of {len(logs)}"}
     for unit, name in UNITS.items():
-        mean = statistics.mean(cost[unit] for cost in base) if base else math.nan
+        mean = np.mean([cost[unit] for cost in base]) if base else math.nan
         ratio = with_seeds([cost[unit] / mean for cost in costs if base], 2)
         words = duration if unit == "seconds" else short
-        spent = words(statistics.mean(cost[unit] for cost in costs)) if costs else "not reached"
+        spent = words(np.mean([cost[unit] for cost in costs])) if costs else "not reached"
         cells[name] = cell(f"≤ {ratio}" if was_below else ratio, spent)
     return cells
 
@@ -287,10 +274,10 @@ def with_seeds(values: list[float], digits: int) -> str:
     if not values:
         return "–"
     ends = f" ({min(values):.{digits}f} to {max(values):.{digits}f})" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.{digits}f}{ends}"
+    return f"{np.mean(values):.{digits}f}{ends}"
 
 
-def differing(settings: dict[str, dict]) -> Rows:
+def differing(settings: dict[str, dict]) -> dict[str, dict[str, str]]:
     """Return for each recipe {flag: value} of the settings that differ between recipes."""
     flags = {name: setting.flag or name for name, setting in settings_of(config.Config).items()}
     names = dict.fromkeys(name for one in settings.values() for name in one)
@@ -303,12 +290,10 @@ def differing(settings: dict[str, dict]) -> Rows:
 
 # ---- charts
 
-SIZE = (420, 232)  # of a chart with its axes, in SVG units; the page scales the whole chart
 LEFT, RIGHT, TOP, BOTTOM = 48, 12, 18, 38  # margins around the plot
 COLORS = 6  # in report.html; further curves are dashed
 POINTS = 400  # most points of a drawn curve, about one for each pixel column of a phone
 PARTS = 50  # most points of a smoothed curve, each the median of five steps or more
-HIGHEST = 0.98  # the share of measured values for which the axis has room
 
 
 class Curve(NamedTuple):
@@ -350,7 +335,7 @@ def charts_of(recipes: Recipes, loss: float | None, marks: list[float]) -> list[
         curves = curves_of(runs, column, scale)
         if column == "loss" and unit == BITS and len(runs) == 1:
             curves += held_out_curves([(logs[0], "held out", 1)], AXIS)
-        highest = np.quantile(values, HIGHEST) if column in MEASURED else math.inf
+        highest = np.quantile(values, 0.98) if column in MEASURED else math.inf  # cut off peaks
         look = {"marks": marks, "from_zero": column != "loss", "highest": highest}
         drawn.append(figure(title, unit, curves, UNITS[AXIS], **look))
     return drawn
@@ -365,11 +350,11 @@ def unit_of_loss(logs: list[RunLog]) -> tuple[str, float]:
     return "nats", 1
 
 
-Runs = list[tuple[RunLog, str, int]]  # each with the name and the colour of its recipe
+def curves_of(runs: list[tuple[RunLog, str, int]], column: str, scale: float) -> list[Curve]:
+    """Plot a column of every run, which comes with the name and the colour of its recipe.
 
-
-def curves_of(runs: Runs, column: str, scale: float) -> list[Curve]:
-    """Plot a column of every run; measured ones are smoothed, to a median of every few steps."""
+    Measured columns are smoothed, to a median of every few steps.
+    """
     curves = []
     for log, label, color in runs:
         y = scale * log.steps[column]
@@ -384,14 +369,14 @@ def curves_of(runs: Runs, column: str, scale: float) -> list[Curve]:
     return curves
 
 
-def held_out_curves(runs: Runs, unit: str) -> list[Curve]:
+def held_out_curves(runs: list[tuple[RunLog, str, int]], unit: str) -> list[Curve]:
     """Plot the held-out loss of every run against one of UNITS, with seconds shown as minutes.
 
     The final evaluation usually covers more text, so it is a separate dot.
     """
     curves, scale = [], 1 / 60 if unit == "seconds" else 1
     for log, label, color in runs:
-        for lines in (log.on_the_way, [log.final] if log.final else []):
+        for lines in (log.on_the_way, log.final):
             x = np.array([scale * log.at(unit, line["step"]) for line in lines])
             y = np.array([line["val_bpb"] for line in lines])
             curves.append(Curve(label, x, y, color, "dots"))
@@ -421,13 +406,14 @@ def plot(
     highest: float = math.inf,
     marks: Sequence[float] = (),
     x_ticks: Sequence[tuple[float, str]] = (),
-    size: tuple[int, int] = SIZE,
+    size: tuple[int, int] = (420, 232),
 ) -> str:
     """Draw curves as an SVG; each has at least one point.
 
     Args: highest values above this are drawn at the upper edge
           marks   values of x to mark with numbered vertical lines
           x_ticks ticks of the horizontal axis, which then starts at the first; else it starts at 0
+          size    with the axes, in SVG units; the page scales the whole chart
     """
     bottom, right = size[1] - BOTTOM, size[0] - RIGHT
     xs, ys = np.concatenate([c.x for c in curves]), np.concatenate([c.y for c in curves])
@@ -451,18 +437,16 @@ def plot(
     for tick, number in ticks(*y_ends):
         _, y = place(0, tick)
         parts += [line("grid", LEFT, y, right, y), text("y", LEFT - 8, y + 4, number)]
-    for tick, number in x_ticks or ticks(*x_ends):
-        parts.append(text("x", place(tick, 0)[0], bottom + 16, number))
+    parts += [text("x", place(t, 0)[0], bottom + 16, n) for t, n in x_ticks or ticks(*x_ends)]
     parts += [line("base", LEFT, bottom, right, bottom), text("y", right, bottom + 32, x_unit)]
     for number, mark in enumerate(marks, 1):
         x, _ = place(mark, 0)
         parts += [line("mark", x, bottom, x, TOP), text("x", x, TOP - 4, number)]
     for curve in curves:
         points = list(zip(*place(curve.x, curve.y), strict=True))
-        ends = f"{curve.label}: from {curve.y[0]:.4g} to {curve.y[-1]:.4g}"
-        parts.append(f'<g class="{curve.look}"><title>{escape(ends)}</title>')
+        ends = escape(f"{curve.label}: from {curve.y[0]:.4g} to {curve.y[-1]:.4g}")
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        parts.append(f'<polyline points="{path}"/>')
+        parts += [f'<g class="{curve.look}"><title>{ends}</title>', f'<polyline points="{path}"/>']
         if curve.kind == "dots" or len(points) == 1:  # one point makes no line
             parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in points]
         parts.append("</g>")

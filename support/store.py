@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-import tiktoken
+from tiktoken import Encoding
 
 from support.tokenizer import byte_lengths, fingerprint
 
@@ -36,7 +36,7 @@ FORMAT = 1  # of the folder; stores in another format are refused
 class StoreWriter:
     """Writes a store's files into a folder: documents as they arrive, but held-out ones last."""
 
-    def __init__(self, folder: Path, encoding: tiktoken.Encoding):
+    def __init__(self, folder: Path, encoding: Encoding):
         self.folder = folder
         self.encoding = encoding
         self.dtype = np.dtype("uint16" if encoding.n_vocab <= 65_535 else "uint32")
@@ -59,12 +59,11 @@ class StoreWriter:
         self.tokens[held_out] += len(ids)
         self.bytes[held_out] += int(self.byte_lengths[ids].sum())
 
-    def finish(self, tokenizer: str, inputs: Sequence[str | Path], **origin: object) -> dict:
+    def finish(self, inputs: Sequence[str | Path], **origin: object) -> dict:
         """Append the held-out tokens to the others, and write documents.idx and meta.json.
 
-        Args:    tokenizer the name that get_encoding loads it by
-                 inputs    the files that the text came from, for the error if they have none
-                 origin    more entries for meta.json
+        Args:    inputs the files that the text came from, for the error if they have none
+                 origin more entries for meta.json
         Returns: the contents of meta.json
         """
         tokens, held_out = self.files
@@ -81,9 +80,7 @@ class StoreWriter:
         meta = {
             "format": FORMAT,
             "dtype": self.dtype.name,
-            "sha256": {
-                name: sha256_of(self.folder / name) for name in ("tokens.bin", "documents.idx")
-            },
+            "sha256": {n: sha256_of(self.folder / n) for n in ("tokens.bin", "documents.idx")},
             **origin,
             "train_documents": len(trained),
             "documents": len(trained) + len(tested),
@@ -91,7 +88,7 @@ class StoreWriter:
             "tokens": sum(self.tokens),
             "train_bytes": self.bytes[0],
             "bytes": sum(self.bytes),
-            "tokenizer": tokenizer,
+            "tokenizer": self.encoding.name,  # get_encoding loads it by this name
             "tokenizer_fingerprint": fingerprint(self.encoding),
             "vocab_size": self.encoding.n_vocab,
             "end_of_text": self.encoding.eot_token,
@@ -144,7 +141,7 @@ class Store:
         """Mean bytes per training token; end-of-text counts as a token without bytes."""
         return self.meta["train_bytes"] / self.meta["train_tokens"]
 
-    def check_tokenizer(self, encoding: tiktoken.Encoding) -> None:
+    def check_tokenizer(self, encoding: Encoding) -> None:
         """Refuse a tokenizer whose content differs from the store's, even if its name does not."""
         if fingerprint(encoding) != self.meta["tokenizer_fingerprint"]:
             made_with = f"made with tokenizer {self.meta['tokenizer']}"

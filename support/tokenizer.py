@@ -50,9 +50,10 @@ LLAMA3_SPECIAL = ("<|begin_of_text|>", *SPECIAL_TOKENS, *(f"[RESERVED{i}]" for i
 def get_encoding(name: str = "pd4k") -> tiktoken.Encoding:
     """Load a tokenizer by name or from a file of ranks.
 
-    A .tiktoken file is used with GPT-2's split pattern, a .model file with Llama 3's. The special
-    tokens follow the ranks: end-of-text first (50256 for gpt2, as published; second for Llama 3:
-    128001), then [PAD], [CLS], [SEP], [MASK].
+    A .tiktoken file is used with GPT-2's split pattern, a .model file with Llama 3's; its absolute
+    path, valid in any folder, names the encoding. The special tokens follow the ranks: end-of-text
+    first (50256 for gpt2, as published; second for Llama 3: 128001), then [PAD], [CLS], [SEP],
+    [MASK].
     """
     if name == "bytes":
         ranks = {bytes([byte]): byte for byte in range(256)}
@@ -61,8 +62,11 @@ def get_encoding(name: str = "pd4k") -> tiktoken.Encoding:
             ranks = tiktoken.get_encoding("gpt2")._mergeable_ranks
         except OSError:
             raise ValueError("tokenizer gpt2: neither in TIKTOKEN_CACHE_DIR nor online") from None
-    elif name == "pd4k" or name.endswith((".tiktoken", ".model")):
-        ranks = read_ranks(PD4K if name == "pd4k" else Path(name))
+    elif name == "pd4k":
+        ranks = read_ranks(PD4K)
+    elif name.endswith((".tiktoken", ".model")):
+        name = str(Path(name).absolute())  # a link's own name has the suffix
+        ranks = read_ranks(Path(name))
     else:
         raise ValueError(f"tokenizer {name!r}: choose {NAMES}")
     is_llama3 = name.endswith(".model")

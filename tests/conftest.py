@@ -69,7 +69,7 @@ def destroy_process_group():
 def store_dir(tmp_path_factory):
     """The store of the small corpus, tokenized as bytes: 481 documents, 27 of them held out."""
     out = tmp_path_factory.mktemp("store") / "tiny"
-    prepare([TINY], out, get_encoding("bytes"), "bytes")
+    prepare([TINY], out, get_encoding("bytes"))
     return out
 
 

@@ -40,7 +40,7 @@ def stores(tmp_path_factory):
     for name, prefixes in texts.items():
         chosen = [line for line in lines if json.loads(line)["id"].startswith(prefixes)]
         (folder / f"{name}.jsonl").write_bytes(b"\n".join(chosen))
-        prepare([folder / f"{name}.jsonl"], folder / name, BYTES, "bytes")
+        prepare([folder / f"{name}.jsonl"], folder / name, BYTES)
     return folder
 
 

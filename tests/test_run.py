@@ -128,7 +128,7 @@ def test_a_run_resumes_only_with_its_text(folder, store_dir, tmp_path):
     moved = shutil.copytree(store_dir, tmp_path / "moved")
     assert train.main(["--resume", "--out", "run", "--data", str(moved)]) == 0
     (tmp_path / "text.txt").write_text("another text\n" * 500)
-    prepare([tmp_path / "text.txt"], tmp_path / "other", get_encoding("bytes"), "bytes")
+    prepare([tmp_path / "text.txt"], tmp_path / "other", get_encoding("bytes"))
     resume_fails(folder, "--data: .*run was started with another store", "--data other")
 
 
