@@ -26,6 +26,7 @@ import hashlib
 import inspect
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -41,9 +42,9 @@ from tqdm import tqdm
 import prepare
 from curriculum import LENGTHS, Ranking
 from data import ADDED_TOKENS, KINDS, Samples
-from support import process, runtime
-from support.runtime import Runtime
-from support.store import Store, atomic_folder, atomic_write, folder_lock, sha256_of
+from support import process
+from support.runtime import Runtime, start
+from support.store import Store, atomic_folder, atomic_write, folder_lock, sha256_of, user_cache
 from support.tokenizer import get_encoding
 
 BLOCK = 1 << 18  # tokens measured together: they fit the cache of a core
@@ -114,36 +115,36 @@ METRICS = {
 # ---- the analysis
 
 
-def analyze(samples: Samples, names: Sequence[str], folder: Path, ranks: Runtime) -> None:
+def analyze(samples: Samples, names: Sequence[str], folder: Path, runtime: Runtime) -> None:
     """Measure and sort all samples by each metric, and write folder/<metric>, whole or not at all.
 
-    Args:   ranks torchrun's, if any; all of them write to `folder`
+    Args:   runtime torchrun's ranks, if any; all of them write to `folder`
     Raises: ValueError, on every rank, for an index of other samples in `folder`, or an error on any
             rank after the others have done their shards
     """
-    ranks.on_rank0(lambda: folder.mkdir(parents=True, exist_ok=True))
-    with folder_lock(folder) if ranks.is_rank0 else nullcontext():
-        for name in ranks.on_rank0(lambda: without_index(folder, samples, names)):
+    runtime.on_rank0(lambda: folder.mkdir(parents=True, exist_ok=True))
+    with folder_lock(folder) if runtime.is_rank0 else nullcontext():
+        for name in runtime.on_rank0(lambda: missing_metrics(folder, samples, names)):
             unfinished = folder / f".{name}.{index_fingerprint(samples, name)[:16]}"
-            files = measure(samples, name, unfinished, ranks)
-            ranks.on_rank0(partial(write_index, folder, samples, name, files))
-        if ranks.is_rank0:
+            files = measure(samples, name, unfinished, runtime)
+            runtime.on_rank0(partial(write_index, folder, samples, name, files))
+        if runtime.is_rank0:
             for name in names:  # also what killed analyses have left
                 for unfinished in folder.glob(f".{name}.*"):
                     shutil.rmtree(unfinished)
 
 
-def measure(samples: Samples, name: str, folder: Path, ranks: Runtime) -> list[Path]:
+def measure(samples: Samples, name: str, folder: Path, runtime: Runtime) -> list[Path]:
     """Measure all samples by a metric; return the files with the values of each shard."""
     nats = None
     if METRICS[name].needs_nats:
-        counts = run_pass(folder / "counts", partial(count_shard, samples), len(samples), ranks)
-        nats = surprisal(ranks.on_rank0(lambda: sum(map(np.load, counts))))
+        counts = run_pass(folder / "counts", partial(count_shard, samples), len(samples), runtime)
+        nats = surprisal(runtime.on_rank0(lambda: sum(map(np.load, counts))))
     work = partial(measure_shard, samples, name, nats)
-    return run_pass(folder / "values", work, len(samples), ranks)
+    return run_pass(folder / "values", work, len(samples), runtime)
 
 
-def run_pass(to: Path, work: Callable[[range], np.ndarray], n: int, ranks: Runtime) -> list[Path]:
+def run_pass(to: Path, work: Callable[[range], np.ndarray], n: int, runtime: Runtime) -> list[Path]:
     """Write work(shard) to a file for each shard that has none yet; return the files of all shards.
 
     Shard i belongs to rank i modulo the number of ranks.
@@ -157,15 +158,15 @@ def run_pass(to: Path, work: Callable[[range], np.ndarray], n: int, ranks: Runti
 
     def write_missing() -> None:
         to.parent.mkdir(parents=True, exist_ok=True)
-        of_rank = list(zip(shards, files, strict=True))[ranks.rank :: ranks.world_size]
+        of_rank = list(zip(shards, files, strict=True))[runtime.rank :: runtime.world_size]
         # None hides the bar without a terminal
-        for shard, file in tqdm(of_rank, to.name, disable=None if ranks.is_rank0 else True):
+        for shard, file in tqdm(of_rank, to.name, disable=None if runtime.is_rank0 else True):
             if not file.exists():
                 with atomic_write(file) as out:
                     np.save(out, work(shard))
 
-    ranks.on_all_ranks(write_missing)
-    if not ranks.on_rank0(lambda: all(file.exists() for file in files)):
+    runtime.on_all_ranks(write_missing)
+    if not runtime.on_rank0(lambda: all(file.exists() for file in files)):
         raise ValueError(f"{to.parent} on rank 0 lacks files of other ranks: share one folder")
     return files
 
@@ -238,21 +239,25 @@ def index_fingerprint(samples: Samples, name: str) -> str:
     return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
 
 
-def index_folder(given: str | None, samples: Samples) -> Path:
-    """Return the folder of the indexes for these samples, by default inside the store."""
-    return Path(given or samples.store.path / "curriculum") / f"{samples.kind}-{samples.seq_len}"
+def index_folder(samples: Samples) -> Path:
+    """Return the folder of these samples' indexes: in the store, or a cache if it is read-only."""
+    store, name = samples.store, f"{samples.kind}-{samples.seq_len}"
+    folder = store.path / "curriculum" / name
+    if folder.exists() or os.access(store.path, os.W_OK):
+        return folder
+    return user_cache() / store.meta["sha256"]["tokens.bin"] / name
 
 
-def without_index(folder: Path, samples: Samples, names: Sequence[str]) -> list[str]:
+def missing_metrics(folder: Path, samples: Samples, names: Sequence[str]) -> list[str]:
     """Return the metrics that have no index in this folder.
 
-    Raises: ValueError for existing indexes that `opened` refuses; every byte is checked
+    Raises: ValueError for existing indexes that `open_rankings` refuses; every byte is checked
     """
-    opened(folder, samples, [name for name in names if (folder / name).exists()], whole=True)
+    open_rankings(folder, samples, [name for name in names if (folder / name).exists()], whole=True)
     return [name for name in names if not (folder / name).exists()]
 
 
-def opened(
+def open_rankings(
     folder: Path, samples: Samples, names: Sequence[str], whole: bool = False
 ) -> dict[str, Ranking]:
     """Open the index of each metric.
@@ -303,32 +308,27 @@ def check_metrics(names: list[str], seq_len: int, kind: str, flag: str = "--curr
         raise ValueError(f"{flag} {','.join(names)}: name one length metric, and each only once")
 
 
-def ready(
-    samples: Samples, names: Sequence[str], folder: str | None, ranks: Runtime
-) -> dict[str, Ranking]:
-    """Open the index of each ranked metric; if the store is small, make missing ones first.
-
-    Args: folder of the indexes; None: inside the store
-    """
+def rankings_of(samples: Samples, names: Sequence[str], runtime: Runtime) -> dict[str, Ranking]:
+    """Open the index of each ranked metric; if the store is small, make missing ones first."""
     names = [name for name in names if name not in LENGTHS]
     if not names:
         return {}
-    store, indexes = samples.store.path, index_folder(folder, samples)
+    store, indexes = samples.store.path, index_folder(samples)
 
     def make_missing() -> None:
-        missing = without_index(indexes, samples, names)
+        missing = missing_metrics(indexes, samples, names)
         by = ",".join(missing)
         if missing and samples.store.meta["train_tokens"] > SMALL:
-            flags = f"{store} --metric {by} --samples {samples.kind} --seq-len {samples.seq_len}"
-            command = f"python analyze.py {flags} --out {indexes.parent}"
+            command = f"python analyze.py {store} --metric {by} --samples {samples.kind}"
+            command += f" --seq-len {samples.seq_len}"
             raise ValueError(f"{indexes} has no index by {by}: make it with {command}")
         if missing:
             print(f"analyzing {store} by {by}, once: index in {indexes}", flush=True)
-            analyze(samples, missing, indexes, replace(ranks, rank=0, world_size=1))
+            analyze(samples, missing, indexes, replace(runtime, rank=0, world_size=1))
 
-    ranks.on_each_machine(make_missing)  # machines may have separate copies of the store
-    ranks.check_same({f"the index by {n}": sha256_of(indexes / n / "index.json") for n in names})
-    return opened(indexes, samples, names)
+    runtime.on_each_machine(make_missing)  # machines may have separate copies of the store
+    runtime.check_same({f"the index by {n}": sha256_of(indexes / n / "index.json") for n in names})
+    return open_rankings(indexes, samples, names)
 
 
 # ---- the command
@@ -343,7 +343,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--metric", required=True, help=", ".join(METRICS))
     parser.add_argument("--samples", default="pieces", choices=KINDS, help=KINDS_HELP)
     parser.add_argument("--seq-len", type=int, default=2048, help="tokens in a row")
-    parser.add_argument("--out", help="folder for the indexes (default: inside the store)")
     parser.add_argument("--examples", action="store_true", help="print an easy and a hard sample")
     args = parser.parse_args(argv)
     names = args.metric.split(",")
@@ -352,16 +351,17 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"--seq-len {args.seq_len}: choose {least} to 2^31 - 1 tokens")
     check_metrics(names, args.seq_len, args.samples, flag="--metric")
 
-    ranks = runtime.start("cpu", "fp32", timedelta(hours=12))  # others wait while rank 0 sorts
+    runtime = start("cpu", "fp32", timedelta(hours=12))  # others wait while rank 0 sorts
     if args.store is None:  # each machine prepares a copy
-        ranks.on_each_machine(lambda: prepare.embedded_store("pd4k"))
+        runtime.on_each_machine(lambda: prepare.embedded_store("pd4k"))
     store = Store.open(args.store or prepare.embedded_store("pd4k"))
     samples = Samples(store, args.samples, args.seq_len)
-    out = index_folder(args.out, samples)
-    analyze(samples, names, out, ranks)
-    if ranks.is_rank0:
-        rankings = opened(out, samples, names)
-        print(f"{len(samples):,} samples of at most {samples.max_piece_len} tokens; index: {out}")
+    folder = index_folder(samples)
+    analyze(samples, names, folder, runtime)
+    if runtime.is_rank0:
+        rankings = open_rankings(folder, samples, names)
+        most = samples.max_piece_len
+        print(f"{len(samples):,} samples of at most {most} tokens; index: {folder}")
         show_percentiles(rankings)
         if args.examples:
             show_examples(rankings, samples)

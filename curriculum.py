@@ -35,7 +35,7 @@ import numpy as np
 
 from support.clock import MULTIPLE, pace
 from support.numbers import number_of
-from support.settings import flag, free
+from support.settings import flag
 
 LENGTHS = ("seqlen", "seqlen-reshape")  # metrics that limit lengths and rank no samples
 SCAN = 1 << 18  # most samples that are examined at a time
@@ -64,9 +64,6 @@ class CurriculumConfig:
         "linear, root:2, discrete:64@0.5:256 (default: root:2; seqlen linear, packed root:0.5)",
     )
     by: str | None = flag("--curriculum-by", None, "percentile or value (default: percentile)")
-    index: str | None = free(
-        "--curriculum-index", None, "folder written by analyze.py (default: the store's)"
-    )
 
     @property
     def on(self) -> bool:

@@ -42,7 +42,7 @@ from torch import Tensor
 import ltd
 import packing
 import pseudo
-from analyze import ready
+from analyze import rankings_of
 from bert import check_pairs
 from config import Config, Task, samples_kind
 from curriculum import SCAN, Curriculum, Pool, Stage, parse_metrics
@@ -104,9 +104,9 @@ class Plan:
         self.curriculum: Curriculum | None = None
         if settings.curriculum.on:
             flags, seq_len = settings.curriculum, self.seq_len
-            indexes = ready(self.samples, flags.metrics, flags.index, runtime)
+            rankings = rankings_of(self.samples, flags.metrics, runtime)
             pacings = parse_metrics(flags, seq_len, settings.pack.on)
-            self.curriculum = Curriculum(pacings, settings.optim.schedule_tokens, seq_len, indexes)
+            self.curriculum = Curriculum(pacings, settings.optim.schedule_tokens, seq_len, rankings)
 
     def __call__(self, clock: Clock) -> Step:
         """Plan the step after this clock, and read this rank's rows."""

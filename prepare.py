@@ -59,8 +59,7 @@ def embedded_store(name: str) -> Path:
     made_of = f"{tokenizer.fingerprint(encoding)[:12]}-{zlib.crc32(corpus.read_bytes()):08x}"
     folder = process.ROOT / ".cache" / f"pd-mix-{made_of}"
     if not folder.exists() and not os.access(process.ROOT, os.W_OK):
-        home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        folder = home / "parsimony" / folder.name
+        folder = store.user_cache() / folder.name
     if not folder.exists():
         print(f"preparing the embedded corpus in {folder}", file=sys.stderr)
         try:

@@ -153,6 +153,12 @@ class Store:
             raise ValueError(f"{self.path}: token {highest} is not in the vocabulary")
 
 
+def user_cache() -> Path:
+    """Return the folder for what is made on first use where the usual place is read-only."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "parsimony"
+
+
 def sha256_of(file: Path) -> str:
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()

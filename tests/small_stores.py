@@ -77,5 +77,5 @@ def analyzed(folder, samples, names=("rarity",)):
 
 def load(folder, samples, name):
     """Return the whole index of a metric, in memory."""
-    index = analyze.opened(folder, samples, [name])[name]
+    index = analyze.open_rankings(folder, samples, [name])[name]
     return Ranking(index.values[:], index.order[:])

@@ -142,12 +142,12 @@ def test_an_error_on_one_rank_is_reported_by_both(tmp_path, small, monkeypatch):
         return np.full(len(lengths), int(os.environ["RANK"]) + Path("mended").exists() * 10)
 
     monkeypatch.setitem(analyze.METRICS, "rank", Metric(measured_by))
-    flags = "store --seq-len 8 --metric rank,rarity --out two"
+    flags = "store --seq-len 8 --metric rank,rarity"
     assert output_of_two_ranks(flags) == ["five\n"] * 2
     Path("mended").touch()
     one, other = output_of_two_ranks(flags)
     assert one.count("percentile") == 1 and other == ""
-    folder = Path("two/pieces-8")
+    folder = Path("store/curriculum/pieces-8")
     ranks = np.where(np.arange(41) // 7 % 2, 11, 0)  # 11: rank 1 in the second attempt
     assert load(folder, samples_of(store), "rank").values.tolist() == ranks.tolist()
     assert analyzed(tmp_path / "one", samples_of(store)).items() <= contents(folder).items()
@@ -198,28 +198,34 @@ def test_training_analyzes_a_small_store_once(store, monkeypatch, capsys):
     samples = samples_of(store)
     monkeypatch.setattr(analyze, "SMALL", samples.store.meta["train_tokens"])  # just small enough
     summed, measured = (record(monkeypatch, name) for name in ("count_shard", "measure_shard"))
-    assert list(analyze.ready(samples, ["seqlen", "rarity"], None, ONE)) == ["rarity"]
+    assert list(analyze.rankings_of(samples, ["seqlen", "rarity"], ONE)) == ["rarity"]
     folder = store / "curriculum" / "pieces-8"
     assert f"analyzing {store} by rarity, once: index in {folder}" in capsys.readouterr().out
     before = contents(folder)
-    assert list(analyze.ready(samples, ["rarity"], None, ONE)) == ["rarity"]
+    assert list(analyze.rankings_of(samples, ["rarity"], ONE)) == ["rarity"]
     assert not capsys.readouterr().out and len(measured) == 1
-    assert list(analyze.ready(samples, NAMES, None, ONE)) == NAMES
+    assert list(analyze.rankings_of(samples, NAMES, ONE)) == NAMES
     assert (len(summed), len(measured)) == (1, 2), "length needs no counts; rarity is done"
     assert before.items() < contents(folder).items()
-    analyze.ready(samples_of(shutil.move(store, store.parent / "moved")), NAMES, None, ONE)
+    analyze.rankings_of(samples_of(shutil.move(store, store.parent / "moved")), NAMES, ONE)
     assert len(measured) == 2, "an index stays valid when its store moves"
 
 
 def test_for_a_large_store_training_names_the_command_to_run(store, tmp_path, monkeypatch):
-    samples, kept = samples_of(store, "bert", 16), str(tmp_path / "kept")
+    """If the store is read-only, the index is in the user's cache."""
+    samples = samples_of(store, "bert", 16)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != store)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    before = contents(store)
     monkeypatch.setattr(analyze, "SMALL", samples.store.meta["train_tokens"] - 1)
-    message = refusal(analyze.ready, samples, NAMES, kept, ONE)
-    assert "has no index by length,rarity" in message and not Path(kept).exists()
+    message = refusal(analyze.rankings_of, samples, NAMES, ONE)
+    assert "has no index by length,rarity" in message
+    assert not (tmp_path / "cache").exists(), "nothing is made before that"
     analyze.main(shlex.split(message.partition("python analyze.py ")[2]))
-    assert list(analyze.ready(samples, NAMES, kept, ONE)) == NAMES
+    assert contents(store) == before
+    assert list(analyze.rankings_of(samples, NAMES, ONE)) == NAMES
     two_ranks = replace(ONE, world_size=2)  # they would hang if they waited for each other
-    assert analyze.ready(samples, ["seqlen"], None, two_ranks) == {}, "seqlen needs no index"
+    assert analyze.rankings_of(samples, ["seqlen"], two_ranks) == {}, "seqlen needs no index"
 
 
 # ---- the command
@@ -228,7 +234,7 @@ def test_for_a_large_store_training_names_the_command_to_run(store, tmp_path, mo
 def test_command_prints_percentiles(tmp_path, capsys):
     """The samples have 100 to 1 tokens, in this order: n - 1 times token 0, then end-of-text."""
     store = write_store(tmp_path / "hundred", [[0] * n for n in reversed(range(100))])
-    analyze.main(f"{store} --metric rarity,length --seq-len 128 --out {tmp_path}/out".split())
+    analyze.main(f"{store} --metric rarity,length --seq-len 128".split())
     _, head, _, length, *_ = (line.split() for line in capsys.readouterr().out.splitlines())
     assert head == ["percentile", *map(str, analyze.PERCENTS)]
     assert length == ["length", *map(str, (1, *analyze.PERCENTS[1:]))]
@@ -300,7 +306,7 @@ def test_a_damaged_index_is_refused_before_training(store, file):
     that the size and both ends can be right. A kill leaves a missing file, tested above.
     """
     samples = samples_of(store)
-    analyze.ready(samples, ["rarity"], None, ONE)
+    analyze.rankings_of(samples, ["rarity"], ONE)
     path = store / "curriculum" / "pieces-8" / "rarity" / file
     whole = path.read_bytes()
     damaged = [b"", whole[:-1], b"\xff" * len(whole)]
@@ -310,5 +316,5 @@ def test_a_damaged_index_is_refused_before_training(store, file):
         damaged[3:] = [re.sub(rb',\s*"sha256": {.*?}', b"", whole, flags=re.DOTALL)]
     for text in damaged:
         path.write_bytes(text)
-        message = refusal(analyze.ready, samples, ["rarity"], None, ONE)
+        message = refusal(analyze.rankings_of, samples, ["rarity"], ONE)
         assert re.search(r"rarity is damaged.*: remove it and analyze again", message)

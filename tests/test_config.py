@@ -110,7 +110,7 @@ def test_a_run_resumes_only_with_the_flags_it_was_started_with():
     }.items():
         message = refusal(resumed, saved, config.parse(other.split()))
         assert re.match(f"{other} differs from {began}, with which", message)
-    moved = {"curriculum.index": "elsewhere", "data.data": "moved"}
+    moved = {"run.out": "elsewhere", "data.data": "moved"}
     assert resumed(saved, moved) == saved | moved, "paths may change"
 
 

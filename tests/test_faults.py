@@ -221,8 +221,8 @@ def test_machines_with_different_indexes_or_initial_weights_are_refused(place, m
     for machine, seed in zip(machines, "12", strict=True):
         train.main(f"{BEGIN} --out {machine}/other --tokens 256 --seed {seed}".split())
     samples = Samples(Store.open(machines[1] / "store"), "rows", 32)
-    analyze.ready(samples, ["rarity"], None, ALONE)
-    index = analyze.index_folder(None, samples) / "rarity"
+    analyze.rankings_of(samples, ["rarity"], ALONE)
+    index = analyze.index_folder(samples) / "rarity"
     order = np.fromfile(index / "order.bin", np.uint32)
     order[1:21] = order[20:0:-1].copy()
     order.tofile(index / "order.bin")

@@ -1,6 +1,7 @@
 """The plan: every token is a target once per pass; rows do not depend on the number of ranks."""
 
 import random
+import shutil
 from functools import partial
 from itertools import pairwise
 
@@ -40,20 +41,14 @@ def plan(store, flags="", number=0, world=1):
 
 
 @pytest.fixture(scope="module")
-def store(store_dir):
-    return Store.open(store_dir)
+def store(store_dir, tmp_path_factory):
+    """A copy of the small store, in which this file may make indexes."""
+    return Store.open(shutil.copytree(store_dir, tmp_path_factory.mktemp("plan") / "store"))
 
 
 @pytest.fixture(scope="module")
-def indexed(store, tmp_path_factory):
-    """Make plans of the small store, with indexes in a separate folder for this test file."""
-    folder = tmp_path_factory.mktemp("curriculum")
-
-    def make(flags, number=0, world=1):
-        index = f"--curriculum-index {folder}" if "--curriculum " in flags else ""
-        return plan(store, f"{flags} {index}", number, world)
-
-    return make
+def indexed(store):
+    return partial(plan, store)
 
 
 def drawn(plan, first, count, stage_start=0, pool=None):

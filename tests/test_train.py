@@ -83,7 +83,7 @@ def test_off_is_absent(run, log_of, monkeypatch):
     poison = Mock(side_effect=AssertionError("a technique that is off was called"))
     absent = "ltd.kept_tokens ltd.draw_kept ltd.run_kept ltd.drop_tokens model.checkpoint"
     absent += " curriculum.pace curriculum.parse_metrics curriculum.Curriculum"
-    absent += " plan.ready plan.reshape packing.pack_lengths"
+    absent += " plan.rankings_of plan.reshape packing.pack_lengths"
     absent += " plan.packing.pack_lengths"  # evaluation packs with its own import
     for name in absent.split():
         monkeypatch.setattr(name, poison)
