@@ -30,7 +30,7 @@ from kernels.rotary import Scaling
 from model import Transformer, TransformerConfig
 from prepare import write_ranks
 from support import checkpoint, published, weights
-from support.published import GPT2_LAYOUT, load_published, published_entries
+from support.published import GPT2_LAYOUT, load_into, published_views
 from support.tokenizer import PD4K, get_encoding, read_ranks
 
 LAYERS, HEADS, C, SEQ_LEN, VOCAB = 2, 4, 16, 12, 50
@@ -186,7 +186,7 @@ def test_gpt_computes_the_published_function(tmp_path, dtype):
     prefix = "module._orig_mod.transformer." if dtype == torch.float32 else ""
     path = save(gpt_file(dtype, prefix), tmp_path, _use_new_zipfile_serialization=bool(prefix))
     model = build("gpt").to(dtype)
-    assert load_published(model, path) == []
+    assert load_into(model, path) == []
     tokens = torch.randint(VOCAB, (2, SEQ_LEN))
     plain = gpt_file(dtype, prefix="")
     expected = torch.stack([plain_gpt(plain, row) for row in tokens])
@@ -206,7 +206,7 @@ def test_bert_computes_the_published_function(tmp_path, dtype, file_dtype, prefi
     With --nsp, also the scores of "it follows" and "it does not", from the [CLS] of one segment.
     """
     model = build("bert", nsp=nsp).to(dtype)
-    left_out = load_published(model, save(bert_file(file_dtype, prefix, not nsp), tmp_path))
+    left_out = load_into(model, save(bert_file(file_dtype, prefix, not nsp), tmp_path))
     heads = ["cls.seq_relationship.bias", "cls.seq_relationship.weight"]
     heads += ["pooler.dense.bias", "pooler.dense.weight"]
     assert left_out == heads * (not nsp) + ["embeddings.token_type_embeddings.weight[1]"]
@@ -258,7 +258,7 @@ def test_exported_weights_load_unchanged(tmp_path, kind, changes):
     """Bit for bit, under the published names."""
     model, result = widen(build(kind, **changes)).eval(), build(kind, **changes)
     path, config = export(model, tmp_path)
-    load_published(result, path)
+    load_into(result, path)
     assert_same(result.state_dict(), model.state_dict())
     assert config["vocab_size"] == VOCAB and SEQ_LEN in config.values()
     assert names(path) == ["config.json", "model.safetensors"]
@@ -270,7 +270,7 @@ def test_an_impossible_export_is_one_line_and_writes_no_file(tmp_path):
     before = names(tmp_path)
     for source, to, problem in (
         ("run", "normed", "normed: exists"),
-        ("normed", "out", "fits no published layout: gpt2's needs --no-qk-norm"),
+        ("normed", "out", "a gpt2 export needs --no-qk-norm"),
     ):
         argv = ["export", str(tmp_path / source), "--out", str(tmp_path / to)]
         assert problem in refusal(weights.main, argv)
@@ -301,8 +301,8 @@ def test_transformers_computes_the_same_and_its_weights_load(tmp_path, kind, mor
     assert_close(logits[real], (output.prediction_logits if more else output.logits)[real], x.dtype)
     path = save(read.state_dict(), folder)
     assert torch.load(path).keys() & {"lm_head.weight", TWIN}, "has copies of tied weights"
-    load_published(again, path)
-    assert published.published_settings(path)["model.mlp_width"] == 4 * C
+    load_into(again, path)
+    assert published.settings_in(path)["model.mlp_width"] == 4 * C
     assert_same(again.state_dict(), model.state_dict())
 
 
@@ -354,8 +354,8 @@ def test_several_files_and_their_index_load_as_one_model(name, tmp_path):
                 published.save_file(out, part)
     listed = {key: number for number, part in parts.items() for key in part}
     (tmp_path / f"{name}.index.json").write_text(json.dumps({"weight_map": listed}))
-    assert_same(published.read_published(tmp_path), parts["1"] | parts["2"])
-    assert published.published_settings(tmp_path) == {"data.seq_len": 4}
+    assert_same(published.entries_in(tmp_path), parts["1"] | parts["2"])
+    assert published.settings_in(tmp_path) == {"data.seq_len": 4}
     assert weights.source_of(str(tmp_path)) is None
 
 
@@ -377,7 +377,7 @@ MISFITS = [  # kind of file, entries changed or deleted (None), changes to the m
 
 def assert_refused(model: Transformer, path, problem: str) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    message = refusal(load_published, model, path)
+    message = refusal(load_into, model, path)
     assert message.startswith(f"--init {path}: ") and problem in message, message
     assert_same(model.state_dict(), before)
 
@@ -420,15 +420,18 @@ GPT2 = dict(model_type="gpt2", n_embd=32, n_head=4, n_layer=3)
 
 UNSUPPORTED = [
     (LLAMA | {"model_type": "mamba"}, "has model_type 'mamba', not gpt2, bert or llama"),
-    (LLAMA | {"rms_norm_eps": None}, "has rms_norm_eps 1e-06, but only 1e-05 is supported"),
-    (LLAMA | {"head_dim": 16}, "has head_dim 16, but only 8 is supported"),
-    (LLAMA | {"rope_parameters": {"type": "llama3"}}, "but only llama3 with"),
-    (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "has partial_rotary_factor"),
-    (GPT2 | {"scale_attn_weights": False}, "has scale_attn_weights False, but only True"),
+    (LLAMA | {"rms_norm_eps": None}, "rms_norm_eps must be 1e-05, not 1e-06"),
+    (LLAMA | {"head_dim": 16}, "head_dim must be 8, not 16"),
+    (LLAMA | {"rope_parameters": {"type": "llama3"}}, "only a complete llama3"),
+    (
+        LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}},
+        "partial_rotary_factor must be 1.0",
+    ),
+    (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights must be True"),
     (GPT2 | {"moe": 1, "alibi": 1}, "unknown keys in config.json: alibi, moe"),
     (GPT2 | {"activation_function": "relu"}, r"activation must be gelu_new or gelu, got relu"),
-    (LLAMA | {"rope_scaling": {"type": "yarn"}} | OTHER_ROPE, "scales rotary angles as yarn"),
-    (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx True, but only F"),
+    (LLAMA | {"rope_scaling": {"type": "yarn"}} | OTHER_ROPE, "rope_type yarn"),
+    (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx must be False"),
 ]
 
 
@@ -456,7 +459,7 @@ def test_missing_keys_have_published_defaults(tmp_path):
     assert settings({"model_type": "gpt2"}).model.layers == 12
     gpt2 = settings(GPT2 | {"alibi": None, "n_positions": 48})
     assert (gpt2.data.seq_len, gpt2.optim.batch_tokens, gpt2.model.tied) == (48, 8160, True)
-    problem = "has scale_attn_weights False"
+    problem = "scale_attn_weights must be True"
     assert problem in refusal(settings, GPT2 | {"scale_attn_weights": False})
 
 
@@ -465,7 +468,7 @@ def test_every_key_that_transformers_writes_is_known(name, tmp_path):
     transformers = pytest.importorskip("transformers")
     said = getattr(transformers, name)().to_dict()
     said |= {"rms_norm_eps": 1e-5} if name == "LlamaConfig" else {}
-    assert published.published_settings(folder_of(said, tmp_path))["data.seq_len"] > 500
+    assert published.settings_in(folder_of(said, tmp_path))["data.seq_len"] > 500
 
 
 def nanogpt_file(bias: bool = True) -> dict:
@@ -485,20 +488,20 @@ def test_nanogpts_file_loads_with_its_exact_gelu(tmp_path):
     shape = config.transformer_config(settings, VOCAB, SEQ_LEN)
     assert (shape.gelu, shape.layers, settings.data.seq_len) == ("none", LAYERS, SEQ_LEN)
     model, like = Transformer(shape), build("gpt")
-    load_published(model, path)
-    load_published(like, save(gpt_file(), tmp_path))
+    load_into(model, path)
+    load_into(like, save(gpt_file(), tmp_path))
     assert_same(model.state_dict(), like.state_dict())
     path = save(nanogpt_file(bias=False), tmp_path)
-    problem = "has bias False, but only True is supported"
+    problem = "bias must be True, not False"
     assert problem in refusal(config.parse_or_resume, ["--init", str(path)])
 
 
 def test_a_stored_head_may_be_the_embedding_or_a_separate_matrix(tmp_path):
     file, tokens = gpt_file(), torch.arange(SEQ_LEN)[None]
     model, own = build("gpt"), build("gpt", tied=False)
-    load_published(model, save(file | {"lm_head.weight": file[WTE]}, tmp_path))
+    load_into(model, save(file | {"lm_head.weight": file[WTE]}, tmp_path))
     path = save(file | {"lm_head.weight": 2 * file[WTE]}, tmp_path)
-    load_published(own, path)
+    load_into(own, path)
     assert torch.allclose(scores(own, tokens), 2 * scores(model, tokens))
 
 
@@ -622,7 +625,7 @@ def test_init_works_with_a_bert_with_pairs_and_with_learned_positions(begin, run
 def test_init_is_read_until_there_is_a_checkpoint(begin, store_dir, tmp_path, capsys):
     """The published weights have 48 positions, which no --size has."""
     model = Transformer(TransformerConfig(4, 2, 32, 128, 48, vocab_size=257))
-    source = save(published_entries(model.state_dict(), GPT2_LAYOUT, (2, 2, 2), 16), tmp_path)
+    source = save(published_views(model.state_dict(), GPT2_LAYOUT), tmp_path)
     flags = "--pos learned --tied --layers 4 --heads 2 --width 32 --seq-len 32 --ltd --ltd-start 8"
     assert_same(begin(source, flags, out="new"), model.state_dict())
     output = capsys.readouterr().out
