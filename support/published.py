@@ -14,13 +14,13 @@ All names are in the tables GPT2_LAYOUT, BERT_LAYOUT and LLAMA_LAYOUT. Besides n
     nanoGPT GPT-2's names, our order (out, in), and the exact GELU
 
 Nothing is downloaded, guessed, cropped or padded: an entry that does not fit is an error. In
-reading order: weights, settings, layouts, safetensors. support/weights.py loads and exports them.
+reading order: settings, weights, layouts, safetensors. support/weights.py uses them for --init and
+export.
 """
 
 import json
 import re
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -30,55 +30,153 @@ from torch import Tensor
 
 from kernels.rotary import Scaling
 from model import Transformer
+from support.process import one_line
+from support.run import ModelSize
 from support.settings import SIZES, Flat
 
 LONGEST_ROW = max(size.seq_len for size in SIZES.values())  # unless --seq-len asks for more
 
-# ---- published weights
+
+# ---- the settings of published weights
 
 
-FILES = ("model.safetensors", "pytorch_model.bin", "ckpt.pt")
-IN_A_FOLDER = [f"{name}{end}" for name in FILES for end in (".index.json", "")]  # the first counts
+def settings_in(path: str | Path) -> Flat:
+    """Read the settings that published weights imply, from their config.json or nanoGPT's file.
+
+    Returns: {"model.layers": 16, ...}: the settings that decide the model, and as data.seq_len its
+             context, at most LONGEST_ROW; for a bare state dict at most data.seq_len
+    Raises:  ValueError naming --init for a model that we cannot compute
+    """
+    config = config_in(path)
+    if not config:
+        positions = size_in(path).positions
+        return {"data.seq_len": min(positions, LONGEST_ROW)} if positions else {}
+    kind = str(config.get("model_type"))
+    if kind not in LAYOUTS:
+        raise ValueError(f"--init {path}: has model_type {kind!a}, not gpt2, bert or llama")
+    layout = LAYOUTS[kind]
+    if layout is LLAMA_LAYOUT:
+        config = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False} | config  # its defaults
+    settings = layout.settings | layout.absent
+    settings |= {ours: config[key] for ours, key in layout.keys.items() if key in config}
+    head_width = settings["width"] // settings["heads"]
+    for key, supported in {**layout.fixed, "head_dim": head_width, "bias": True}.items():
+        if config.get(key, supported) != supported:
+            raise ValueError(f"--init {path}: {key} must be {supported}, not {config[key]}")
+    known = {*layout.keys.values(), *layout.fixed, *Scaling.KEYS}
+    unknown = [key for key in sorted(config.keys() - known) if not re.fullmatch(HARMLESS, key)]
+    if unknown:
+        raise ValueError(f"--init {path}: unknown keys in config.json: {', '.join(unknown)}")
+    scaling = config.get("rope_type", config.get("type", "default"))
+    if scaling == "llama3" and config.keys() >= {*Scaling.KEYS}:
+        settings["rope_scaling"] = ":".join(f"{config[key]:g}" for key in Scaling.KEYS)
+    elif scaling != "default":
+        raise ValueError(f"--init {path}: rope_type {scaling}: only a complete llama3 is supported")
+    rows = min(settings.pop("seq_len"), LONGEST_ROW)
+    return {f"model.{name}": value for name, value in settings.items()} | {"data.seq_len": rows}
 
 
-def load_published(model: Transformer, path: str | Path) -> list[str]:
+def config_in(path: str | Path) -> dict[str, Any]:
+    """Read config.json, without keys that are null and with the entries for rotary angles on top.
+
+    Returns: for nanoGPT's file what its config.json would say; {} if there is none
+    """
+    file = (Path(path) if Path(path).is_dir() else Path(path).parent) / "config.json"
+    config = saved_in(file) if file.exists() else {}
+    if args := saved_in(path).get("model_args"):
+        like_gpt2 = {"model_type": "gpt2", "activation_function": "gelu"}
+        config = {**like_gpt2, "n_positions": args["block_size"], **args}
+    config |= config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return {key: value for key, value in config.items() if value is not None}
+
+
+# Keys of config.json, from all versions of transformers and from nanoGPT, that may have any value:
+# they do not change what our model computes (notes, dropout, generation, other heads, memory),
+# they show in the entries of the file, or `settings_in` checks them (rotary angles).
+HARMLESS = (
+    # where a model comes from, and its classes
+    r"_\w+|architectures|\w*dtype|(model_)?type|name_or_path|transformers\S+|unsloth_\w+|"
+    r"\w+_class|is_(decoder|encoder_decoder|llama_config)|directionality|"
+    # training, and how it is computed
+    r"\w+_pdrop|\w*dropout(_prob)?|initializer_range|gradient_\w+|chunk_size_\w+|pruned_heads|"
+    r"attn_implementation|pretraining_tp|reorder_and_upcast_attn|torchscript|xla_device|"
+    r"use_(cache|return_dict|bfloat16)|return_dict\w*|tf_legacy_loss|"
+    # generation
+    r"\w+_token_id|(max|min|max_sequence)_length|\w+_penalty|\w*no_repeat_ngram_size|prefix|"
+    r"num_(beams|beam_groups|return_sequences)|do_sample|early_stopping|temperature|top_[kp]|"
+    r"bad_words_ids|\w*suppress_tokens|typical_p|remove_invalid_values|"
+    # other heads and tasks
+    r"(output|summary|pooler)_\w+|num_labels|id2label|label2id|\w*cross_attention\w*|"
+    r"task_specific_params|finetuning_task|problem_type|predict_special_tokens|"
+    # checked elsewhere
+    r"(vocab|block|type_vocab)_size|head_dim|n_ctx|(attention_|mlp_)?bias|"
+    r"rope_(type|scaling|parameters)|tie_(encoder_decoder|word_embeddings)"
+)
+
+
+# ---- published weights: entries are tensors by published name, without the layout's prefix
+
+PREFIX = re.compile(r"^((module|_orig_mod)\.)*((transformer|bert|model)\.)?")
+# Causal masks, angles and positions, which older versions saved although they are not learned.
+BUFFERS = re.compile(r".*\.attn\.(masked_)?bias|.*rotary_emb\.inv_freq|embeddings\.position_ids")
+PAIRS = re.compile(r"(pooler|nsp|cls\.seq_relationship)\..+")  # unused without --nsp
+HALVES = ("q_proj.weight", "k_proj.weight")  # Llama's, where rotary positions pair a head's halves
+TOKEN_TYPES = "embeddings.token_type_embeddings.weight"
+POSITIONS = "embeddings.position_embeddings.weight"
+EMBEDDINGS = ("wte.weight", "embed_tokens.weight", "embeddings.word_embeddings.weight")
+COPIES = re.compile(r"(lm_head|cls\.predictions\.decoder)\..+")  # of a tied entry, in some files
+
+
+def size_in(path: str | Path) -> ModelSize:
+    """Count the rows of the token embedding, and of the positions if they are learned."""
+    entries = entries_in(path)
+    tokens = next((entries[name] for name in EMBEDDINGS if name in entries), ())
+    positions = entries.get("wpe.weight", entries.get(POSITIONS, ()))
+    return ModelSize(len(tokens), len(positions) or None)
+
+
+def load_into(model: Transformer, path: str | Path) -> list[str]:
     """Copy the file's weights into the model: all of them or, on any error, none.
 
-    Returns:  the entries that the model does not use, without their prefix
+    Returns:  the entries that the model does not use
     Raises:   ValueError naming --init and the entry that does not fit
     Cost:     reads the file; some weights are in memory twice until they have been copied
     Deviates: BERT's second token type is dropped; adding the first one to wpe rounds it once
     """
-    entries = read_published(path)
-    left_out: list[str] = []
-    config = model.config
-    layout = layout_of(config.kind, config.norm == "rmsnorm")
-    views = published_entries(model.state_dict(), layout, config.qkv_heads, config.head_width)
-    views = {PREFIX.sub("", entry): view for entry, view in views.items()}
+    entries, config = entries_in(path), model.config
+    layout = layout_of(config.kind, is_llama=config.norm == "rmsnorm")
+    views = published_views(model.state_dict(), layout)
     for entry, view in views.items():
         actual = tuple(entries[entry].shape) if entry in entries else "absent"
         if actual != view.shape:
-            needed = tuple(view.shape)
-            raise ValueError(f"--init {path}: {entry} must be {needed} but is {actual}")
+            raise ValueError(f"--init {path}: {entry} must be {tuple(view.shape)} but is {actual}")
+    left_out: list[str] = []
     for entry in sorted(entries.keys() - views.keys()):
-        twins = [name for name in TIED.get(entry, ()) if name in views]
+        twins = views if COPIES.fullmatch(entry) else ()
         if PAIRS.fullmatch(entry):
             left_out.append(entry)
-        elif not twins or not torch.equal(entries[entry], entries[twins[0]]):
+        elif not any(torch.equal(entries[entry], entries[twin]) for twin in twins):
             raise ValueError(f"--init {path}: {entry} has no place in this model")
     if POSITIONS in views:
         entries[POSITIONS] = entries[POSITIONS].double() + entries[TOKEN_TYPES][0]
         left_out.append(f"{TOKEN_TYPES}[1]")
     for entry, view in views.items():
         value = entries[entry]
-        if entry.endswith(HALVES):
-            value = pairs_from_halves(value, config.head_width)
-        view.copy_(value)
+        view.copy_(pairs_from_halves(value, config.head_width) if entry.endswith(HALVES) else value)
     return left_out
 
 
-def read_published(path: str | Path) -> dict[str, Tensor]:
-    """Read the published entries by their newer names, without prefix; transpose nanoGPT's."""
+def exported(weights: dict[str, Tensor], layout: "Layout", head_width: int) -> dict[str, Tensor]:
+    """Return our weights as a file of this layout holds them, with the prefix in their names."""
+    tensors = {}
+    for entry, value in published_views(weights, layout).items():
+        name = entry if entry.startswith(("cls.", "lm_head.")) else layout.base + entry
+        tensors[name] = halves_from_pairs(value, head_width) if entry.endswith(HALVES) else value
+    return tensors
+
+
+def entries_in(path: str | Path) -> dict[str, Tensor]:
+    """Read the entries by their newer names; transpose nanoGPT's matrices to be GPT-2's."""
     saved = saved_in(path)
     is_nanogpt = "model_args" in saved
     entries = {}
@@ -91,6 +189,10 @@ def read_published(path: str | Path) -> dict[str, Tensor]:
         to_transpose = is_nanogpt and name.startswith("h.") and value.dim() == 2
         entries[name] = value.T if to_transpose else value
     return entries
+
+
+FILES = ("model.safetensors", "pytorch_model.bin", "ckpt.pt")
+IN_A_FOLDER = [f"{name}{end}" for name in FILES for end in (".index.json", "")]  # the first counts
 
 
 def saved_in(path: str | Path) -> dict[str, Any]:
@@ -113,72 +215,47 @@ def saved_in(path: str | Path) -> dict[str, Any]:
         if not isinstance(saved, dict):
             raise ValueError(f"it holds a {type(saved).__name__}")
     except Exception as error:  # torch.load raises half a dozen kinds
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        why = f"{type(error).__name__}: {one_line(error)[:200]}"
         raise ValueError(f"--init {path}: cannot be loaded, {why}") from None
     return saved
 
 
-def positions_of(entries: dict[str, Tensor]) -> int | None:
-    """Return the number of learned positions; None if positions are not learned."""
-    return len(entries.get("wpe.weight", entries.get(POSITIONS, ()))) or None
+# ---- published layouts
 
 
-# ---- the settings of published weights
+def published_views(weights: dict[str, Tensor], layout: "Layout") -> dict[str, Tensor]:
+    """Return the entries as views of our parameters, to copy values into or out of.
 
-
-def published_settings(path: str | Path) -> Flat:
-    """Read the settings that published weights imply, from their config.json or nanoGPT's file.
-
-    Returns: {"model.layers": 16, ...}: the settings that decide the model, and as data.seq_len its
-             context, at most LONGEST_ROW; for a bare state dict at most data.seq_len
-    Raises:  ValueError naming --init for a model that we cannot compute
+    Example: BERT's h.0.attn.c_attn.bias (3 C,) becomes encoder.layer.0.attention.self.query.bias,
+             .key.bias and .value.bias of (C,) each
+    Raises:  ValueError for a parameter that the layout lacks
     """
-    config = published_config(path)
-    if not config:
-        positions = positions_of(read_published(path))
-        return {"data.seq_len": min(positions, LONGEST_ROW)} if positions else {}
-    kind = config.get("model_type")
-    layout = next((one for one in LAYOUTS if one.model_type == kind), None)
-    if layout is None:
-        raise ValueError(f"--init {path}: has model_type {kind!a}, not gpt2, bert or llama")
-    if layout is LLAMA_LAYOUT:
-        config = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False} | config  # its defaults
-    given = {ours: config[key] for ours, key in layout.keys.items() if key in config}
-    settings = layout.settings | layout.absent | given
-    head_width = settings["width"] // settings["heads"]
-    for key, supported in {**layout.fixed, "head_dim": head_width, "bias": True}.items():
-        if config.get(key, supported) != supported:
-            wrong = f"{key} {config[key]}, but only {supported}"
-            raise ValueError(f"--init {path}: has {wrong} is supported")
-    known = {*layout.keys.values(), *layout.fixed}
-    unknown = [key for key in sorted(config.keys() - known) if not HARMLESS.fullmatch(key)]
-    if unknown:
-        raise ValueError(f"--init {path}: unknown keys in config.json: {', '.join(unknown)}")
-    kind = config.get("rope_type", config.get("type", "default"))
-    if kind == "llama3" and config.keys() >= {*Scaling.KEYS}:
-        settings["rope_scaling"] = ":".join(f"{config[key]:g}" for key in Scaling.KEYS)
-    elif kind != "default":
-        only = f"only llama3 with {', '.join(Scaling.KEYS)} is supported"
-        raise ValueError(f"--init {path}: scales rotary angles as {kind}, but {only}")
-    rows = min(settings.pop("seq_len"), LONGEST_ROW)
-    return {f"model.{name}": value for name, value in settings.items()} | {"data.seq_len": rows}
+    views: dict[str, Tensor] = {}
+    C = weights["wte.weight"].shape[1]
+    for name, value in weights.items():
+        layer, module, leaf = re.fullmatch(r"(h\.\d+\.)?(.+?)(\.weight|\.bias)?", name).groups("")
+        if module not in layout.modules:
+            raise ValueError(f"--init: {name} has no place in the layout of {layout.model_type}")
+        layer = layer.replace("h.", layout.layers)
+        names = [f"{layer}{published}{leaf}" for published in layout.modules[module]]
+        if layout is GPT2_LAYOUT and layer and value.dim() == 2:
+            value = value.T  # GPT-2 multiplies from the right
+        # keys and values may have fewer rows than the C of queries
+        parts = [C, (C + len(value)) // 2] if len(names) == 3 else len(names)
+        views.update(zip(names, value.tensor_split(parts), strict=True))
+    if layout is BERT_LAYOUT:
+        views[TOKEN_TYPES] = torch.zeros(2, C)
+    return views
 
 
-def published_config(path: str | Path) -> dict[str, Any]:
-    """Read config.json, without keys that are null and with the entries for rotary angles on top.
-
-    Returns: for nanoGPT's file what its config.json would say; {} if there is none
-    """
-    file = (Path(path) if Path(path).is_dir() else Path(path).parent) / "config.json"
-    config = saved_in(file) if file.exists() else {}
-    if args := saved_in(path).get("model_args"):
-        like_gpt2 = {"model_type": "gpt2", "activation_function": "gelu"}
-        config = {**like_gpt2, "n_positions": args["block_size"], **args}
-    config |= config.get("rope_scaling") or config.get("rope_parameters") or {}
-    return {key: value for key, value in config.items() if value is not None}
+def halves_from_pairs(x: Tensor, D: int) -> Tensor:
+    """Reorder rows of queries or keys (H D, ...): the even rows of each head, then the odd ones."""
+    return x.unflatten(0, (-1, D // 2, 2)).transpose(1, 2).reshape(x.shape)
 
 
-# ---- names in published layouts
+def pairs_from_halves(x: Tensor, D: int) -> Tensor:
+    """Undo `halves_from_pairs`."""
+    return x.unflatten(0, (-1, 2, D // 2)).transpose(1, 2).reshape(x.shape)
 
 
 class Layout(NamedTuple):
@@ -195,20 +272,15 @@ class Layout(NamedTuple):
     base: str  # prefix of all names except those of heads
 
 
+GPT2_KEYS = {"layers": "n_layer", "heads": "n_head", "width": "n_embd", "mlp_width": "n_inner"}
+GPT2_KEYS |= {"seq_len": "n_positions", "activation": "activation_function"}
+GPT2_KEYS |= {"tied": "tie_word_embeddings"}
 GPT2_MODULES = "wte wpe ln_f lm_head ln_1 ln_2 attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj"
 GPT2_LAYOUT = Layout(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
     settings={"model": "gpt", "block": "gpt2", "pos": "learned", "qk_norm": False},
-    keys={
-        "layers": "n_layer",
-        "heads": "n_head",
-        "width": "n_embd",
-        "mlp_width": "n_inner",
-        "seq_len": "n_positions",
-        "activation": "activation_function",
-        "tied": "tie_word_embeddings",
-    },
+    keys=GPT2_KEYS,
     absent={"layers": 12, "heads": 12, "width": 768, "seq_len": 1024},
     fixed={
         "layer_norm_epsilon": 1e-5,
@@ -219,13 +291,8 @@ GPT2_LAYOUT = Layout(
     layers="h.",
     base="transformer.",
 )
-BERT_KEYS = {
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "width": "hidden_size",
-    "mlp_width": "intermediate_size",
-    "seq_len": "max_position_embeddings",
-}
+BERT_KEYS = {"layers": "num_hidden_layers", "heads": "num_attention_heads", "width": "hidden_size"}
+BERT_KEYS |= {"mlp_width": "intermediate_size", "seq_len": "max_position_embeddings"}
 BERT_LAYOUT = Layout(
     model_type="bert",
     architecture="BertForMaskedLM",
@@ -257,16 +324,13 @@ BERT_LAYOUT = Layout(
     layers="encoder.layer.",
     base="bert.",
 )
+LLAMA_KEYS = BERT_KEYS | {"kv_heads": "num_key_value_heads", "rope_theta": "rope_theta"}
+LLAMA_KEYS |= {"tied": "tie_word_embeddings"}
 LLAMA_LAYOUT = Layout(
     model_type="llama",
     architecture="LlamaForCausalLM",
     settings={"model": "gpt", "block": "llama", "pos": "rope", "qk_norm": False},
-    keys=BERT_KEYS
-    | {
-        "kv_heads": "num_key_value_heads",
-        "rope_theta": "rope_theta",
-        "tied": "tie_word_embeddings",
-    },
+    keys=LLAMA_KEYS,
     absent={"layers": 32, "heads": 32, "width": 4096, "mlp_width": 11008, "seq_len": 2048},
     fixed={"hidden_act": "silu", "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
     modules={
@@ -283,99 +347,11 @@ LLAMA_LAYOUT = Layout(
     layers="layers.",
     base="model.",
 )
-LAYOUTS = (GPT2_LAYOUT, BERT_LAYOUT, LLAMA_LAYOUT)
-# Keys of config.json, from all versions of transformers and from nanoGPT, that may have any value:
-# they do not change what our model computes (notes, dropout, generation, other heads, memory),
-# they show in the entries of the file, or `published_settings` checks them (rotary angles).
-HARMLESS = re.compile(
-    "|".join(
-        (
-            # where a model comes from, and its classes
-            r"_\w+|architectures|\w*dtype|(model_)?type|name_or_path|transformers\S+|unsloth_\w+",
-            r"\w+_class|is_(decoder|encoder_decoder|llama_config)|directionality",
-            # training, and how it is computed
-            r"\w+_pdrop|\w*dropout(_prob)?|initializer_range|gradient_\w+|chunk_size_\w+|pruned_heads",
-            r"attn_implementation|pretraining_tp|reorder_and_upcast_attn|torchscript|xla_device",
-            r"use_(cache|return_dict|bfloat16)|return_dict\w*|tf_legacy_loss",
-            # generation
-            r"\w+_token_id|(max|min|max_sequence)_length|\w+_penalty|\w*no_repeat_ngram_size|prefix",
-            r"num_(beams|beam_groups|return_sequences)|do_sample|early_stopping|temperature|top_[kp]",
-            r"bad_words_ids|\w*suppress_tokens|typical_p|remove_invalid_values",
-            # other heads and tasks
-            r"(output|summary|pooler)_\w+|num_labels|id2label|label2id|\w*cross_attention\w*",
-            r"task_specific_params|finetuning_task|problem_type|predict_special_tokens",
-            # checked elsewhere
-            r"(vocab|block|type_vocab)_size|head_dim|n_ctx|bias|attention_bias|mlp_bias|factor",
-            r"rope_(type|scaling|parameters)|(low|high)_freq_factor|original_max_position_embeddings",
-            r"tie_(encoder_decoder|word_embeddings)",
-        )
-    )
-)
-PREFIX = re.compile(r"^((module|_orig_mod)\.)*((transformer|bert|model)\.)?")
-HEADS = ("cls.", "lm_head.")  # entries without the prefix `base`
-# Causal masks, angles and positions, which older versions saved although they are not learned.
-BUFFERS = re.compile(r".*\.attn\.(masked_)?bias|.*rotary_emb\.inv_freq|embeddings\.position_ids")
-PAIRS = re.compile(r"(pooler|nsp|cls\.seq_relationship)\..+")  # unused without --nsp
-HALVES = ("q_proj.weight", "k_proj.weight")  # Llama's, where rotary positions pair a head's halves
-TOKEN_TYPES = "embeddings.token_type_embeddings.weight"
-POSITIONS = "embeddings.position_embeddings.weight"
-EMBEDDINGS = ("wte.weight", "embed_tokens.weight", "embeddings.word_embeddings.weight")
-TIED = {  # second name of a tied tensor -> its first name, which depends on the layout
-    "lm_head.weight": ["wte.weight", "embed_tokens.weight"],
-    "cls.predictions.decoder.weight": ["embeddings.word_embeddings.weight"],
-    "cls.predictions.decoder.bias": ["cls.predictions.bias"],
-}
+LAYOUTS = {layout.model_type: layout for layout in (GPT2_LAYOUT, BERT_LAYOUT, LLAMA_LAYOUT)}
 
 
 def layout_of(kind: str, is_llama: bool) -> Layout:
     return BERT_LAYOUT if kind == "bert" else LLAMA_LAYOUT if is_llama else GPT2_LAYOUT
-
-
-def published_names(name: str, layout: Layout) -> list[str]:
-    """List the published entries that are stacked, in this order, in one of our parameters.
-
-    Example:  published_names("h.3.ln_1.bias", BERT_LAYOUT) is
-              ["encoder.layer.3.attention.output.LayerNorm.bias"]
-    Raises:   ValueError for a parameter that the layout lacks
-    """
-    layer, module, leaf = re.fullmatch(r"(h\.\d+\.)?(.+?)(\.weight|\.bias)?", name).groups("")
-    if module not in layout.modules:
-        raise ValueError(f"--init: {name} has no place in the layout of {layout.model_type}")
-    layer = layer.replace("h.", layout.layers)
-    return [f"{layer}{published}{leaf}" for published in layout.modules[module]]
-
-
-def halves_from_pairs(x: Tensor, D: int) -> Tensor:
-    """Reorder rows of queries or keys (H D, ...): the even rows of each head, then the odd ones."""
-    return x.unflatten(0, (-1, D // 2, 2)).transpose(1, 2).reshape(x.shape)
-
-
-def pairs_from_halves(x: Tensor, D: int) -> Tensor:
-    """Undo `halves_from_pairs`."""
-    return x.unflatten(0, (-1, 2, D // 2)).transpose(1, 2).reshape(x.shape)
-
-
-def published_entries(
-    weights: dict[str, Tensor], layout: Layout, heads: Sequence[int], D: int
-) -> dict[str, Tensor]:
-    """Map published names to views of our parameters, to copy values into or out of.
-
-    Args:    heads the number of heads of queries, keys and values; each is D wide
-    Example: BERT's h.0.attn.c_attn.bias (3 C,) becomes query, key and value of (C,) each
-    """
-    entries: dict[str, Tensor] = {}
-    for name, value in weights.items():
-        names = published_names(name, layout)
-        if layout is GPT2_LAYOUT and name.startswith("h.") and value.dim() == 2:
-            parts = [value.T]  # GPT-2 multiplies from the right
-        elif len(names) == 3:
-            parts = value.split([number * D for number in heads])
-        else:
-            parts = value.chunk(len(names))
-        entries.update(zip(names, parts, strict=True))
-    if layout is BERT_LAYOUT:
-        entries[TOKEN_TYPES] = torch.zeros(2, weights["wte.weight"].shape[1], dtype=torch.float32)
-    return {e if e.startswith(HEADS) else layout.base + e: x for e, x in entries.items()}
 
 
 # ---- safetensors: named tensors, and no code that could run
@@ -420,17 +396,16 @@ def load_file(path: str | Path) -> dict[str, Tensor]:
 
 def save_file(out: BinaryIO, tensors: dict[str, Tensor]) -> None:
     """Write tensors in the order of the safetensors library: by dtype, then by name."""
-    dtypes = {dtype: name for name, dtype in DTYPES.items()}
-    order = sorted(tensors, key=lambda name: ([*dtypes].index(tensors[name].dtype), name))
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    in_order = sorted(tensors.items(), key=lambda item: ([*names].index(item[1].dtype), item[0]))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name in order:
-        dtype, shape = dtypes[tensors[name].dtype], list(tensors[name].shape)
-        begin, end = end, end + tensors[name].nbytes
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    for name, tensor in in_order:
+        begin, end = end, end + tensor.nbytes
+        about = {"dtype": names[tensor.dtype], "shape": [*tensor.shape]}
+        header[name] = {**about, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     out.write(len(text).to_bytes(8, "little") + text)
-    for name in order:
-        flat = tensors[name].detach().cpu().contiguous().flatten()
-        out.write(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+    for _, tensor in in_order:
+        out.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())

@@ -12,7 +12,6 @@ layouts (tests/test_weights.py).
 
 import json
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,36 +21,19 @@ from torch import Tensor
 
 from kernels.rotary import Scaling
 from model import Transformer, TransformerConfig
-from support import checkpoint
+from support import checkpoint, published
 from support.clock import seed_of
 from support.process import Parser, exit_cleanly
-from support.published import (
-    EMBEDDINGS,
-    HALVES,
-    IN_A_FOLDER,
-    LLAMA_LAYOUT,
-    PAIRS,
-    Layout,
-    halves_from_pairs,
-    layout_of,
-    load_published,
-    positions_of,
-    published_entries,
-    published_settings,
-    read_published,
-    save_file,
-)
 from support.run import ModelSize
-from support.settings import SIZES, Flat, ModelConfig, Settings, as_flags, usual_lr, with_defaults
+from support.settings import SIZES, Flat, Settings, as_flags, flattened, usual_lr, with_defaults
 from support.store import atomic_folder
 from support.tokenizer import fingerprint, get_encoding, vocab_size
 
 # ---- --init
 
+DEFAULTS = flattened(Settings())
 # The settings that decide which model the weights fit.
-MODEL_SETTINGS = [
-    f"model.{item.name}" for item in fields(ModelConfig) if item.name not in ("dropout", "init")
-]
+MODEL_SETTINGS = {n for n in DEFAULTS if n.startswith("model.")} - {"model.dropout", "model.init"}
 
 
 def with_settings_of_init(given: Flat) -> Flat:
@@ -65,8 +47,8 @@ def with_settings_of_init(given: Flat) -> Flat:
     if not init:
         return given
     source = source_of(init)
-    implied = settings_of_run(source, given) if source else published_settings(init)
-    wrong = [n for n in MODEL_SETTINGS if n in implied and given.get(n, implied[n]) != implied[n]]
+    implied = settings_of_run(source.settings, given) if source else published.settings_in(init)
+    wrong = [n for n in given if n in MODEL_SETTINGS and given[n] != implied.get(n, given[n])]
     if wrong:
         actual = as_flags({name: implied[name] for name in wrong})
         asked = as_flags({name: given[name] for name in wrong})
@@ -79,9 +61,8 @@ def with_settings_of_init(given: Flat) -> Flat:
     return settings
 
 
-def settings_of_run(source: "CheckpointInfo", given: Flat) -> Flat:
-    """Return the settings that a new run takes from the run that --init names."""
-    saved = source.settings
+def settings_of_run(saved: Flat, given: Flat) -> Flat:
+    """Return the settings that a new run takes from those of the run that --init names."""
     settings = {name: saved.get(name) for name in (*MODEL_SETTINGS, "data.seq_len")}
     if given.get("model.nsp") is False:
         settings["model.nsp"] = False  # the weights for pairs can be left out
@@ -104,18 +85,13 @@ def model_size(settings: Settings, encoding: tiktoken.Encoding) -> ModelSize:
     if not init:
         return ModelSize(padded)
     source = source_of(init)
-    if source:
-        size = source.size
-        if source.tokenizer != fingerprint(encoding):
-            trained = f"trained with tokenizer {source.settings['data.tokenizer']}"
-            raise ValueError(f"--init {init} was {trained}, but the store has {encoding.name}")
-    else:
-        entries = read_published(init)
-        embedding = next((entries[name] for name in EMBEDDINGS if name in entries), ())
-        size = ModelSize(len(embedding), positions_of(entries))
-        if not needed <= size.vocab_size <= padded:
-            needs = f"--tokenizer {encoding.name} needs {needed:,} (padded: {padded:,})"
-            raise ValueError(f"--init {init}: has a vocabulary of {size.vocab_size:,}, but {needs}")
+    size = source.size if source else published.size_in(init)
+    if source and source.tokenizer != fingerprint(encoding):
+        trained = f"trained with tokenizer {source.settings['data.tokenizer']}"
+        raise ValueError(f"--init {init} was {trained}, but the store has {encoding.name}")
+    if not source and not needed <= size.vocab_size <= padded:
+        needs = f"--tokenizer {encoding.name} needs {needed:,} (padded: {padded:,})"
+        raise ValueError(f"--init {init}: has a vocabulary of {size.vocab_size:,}, but {needs}")
     if size.positions and seq_len > size.positions:
         raise ValueError(f"--seq-len {seq_len}: --init {init} has only {size.positions} positions")
     return size
@@ -130,10 +106,10 @@ def initial_model(
     left_out: list[str] = []
     if source := source_of(init):
         weights = real_weights(checkpoint.load(source.path))
-        left_out = [name for name in weights if PAIRS.fullmatch(name) and not config.nsp]
+        left_out = [name for name in weights if published.PAIRS.fullmatch(name) and not config.nsp]
         model.load_state_dict({n: value for n, value in weights.items() if n not in left_out})
     elif init:
-        left_out = load_published(model, init)
+        left_out = published.load_into(model, init)
     for name in left_out:
         say(f"--init: {name} is not used")
     return model
@@ -156,7 +132,7 @@ def source_of(init: str | Path | None) -> CheckpointInfo | None:
 
     Layers that share weights (--pseudo) count separately.
     """
-    if not init or any((Path(init) / name).exists() for name in IN_A_FOLDER):
+    if not init or any((Path(init) / name).exists() for name in published.IN_A_FOLDER):
         return None
     path = checkpoint.find(init, "last") if Path(init).is_dir() else Path(init)
     try:
@@ -165,8 +141,7 @@ def source_of(init: str | Path | None) -> CheckpointInfo | None:
         return None
     if "clock" not in state:
         return None
-    defaults = {f"model.{item.name}": item.default for item in fields(ModelConfig)}
-    settings = with_defaults(defaults | state["config"])  # an old run may lack newer settings
+    settings = with_defaults(DEFAULTS | state["config"])  # an old run may lack newer settings
     size = ModelSize(**state["model_size"])
     if settings["model.pos"] == "learned" and not size.positions:
         size = size._replace(positions=SIZES[settings["model.size"]].seq_len)
@@ -198,7 +173,7 @@ def running_layers(state: dict[str, Any]) -> list[int]:
 # ---- export
 
 
-def export(source: str | Path, out: Path) -> None:
+def export(run: Path, out: Path) -> None:
     """Write the weights of a run or checkpoint in a published layout, into a new folder.
 
     transformers loads the model from it, and --init does. To use it on text, you need the tokenizer
@@ -206,39 +181,33 @@ def export(source: str | Path, out: Path) -> None:
     """
     if out.exists():
         raise ValueError(f"--out {out}: exists already: name a new folder")
-    run = source_of(source)
-    if run is None:
-        raise ValueError(f"{source} is neither the folder of a run nor a checkpoint")
-    s = {name.removeprefix("model."): value for name, value in run.settings.items()}
-    layout = layout_of(s["model"], s["block"] == "llama")
-    needs = layout.settings | ({} if layout is LLAMA_LAYOUT else {"kv_heads": s["heads"]})
-    lacks = {f"model.{name}": value for name, value in needs.items() if s[name] != value}
+    source = source_of(run)
+    if source is None:
+        raise ValueError(f"{run} is neither the folder of a run nor a checkpoint")
+    s = {name.removeprefix("model."): value for name, value in source.settings.items()}
+    layout = published.layout_of(s["model"], is_llama=s["block"] == "llama")
+    needed = {"kv_heads": s["heads"]} | layout.settings
+    lacks = {f"model.{n}": x for n, x in needed.items() if n not in layout.keys and s[n] != x}
     if lacks:
-        needed = f"{layout.model_type}'s needs {as_flags(lacks)}"
-        raise ValueError(f"{run.path} fits no published layout: {needed}")
-    D = s["width"] // s["heads"]
-    weights = real_weights(checkpoint.load(run.path))
-    heads = (s["heads"], s["kv_heads"], s["kv_heads"])
-    entries = published_entries(weights, layout, heads, D)
-    for entry, view in entries.items():
-        if entry.endswith(HALVES):
-            entries[entry] = halves_from_pairs(view, D)
+        raise ValueError(f"{source.path}: a {layout.model_type} export needs {as_flags(lacks)}")
+    weights = real_weights(checkpoint.load(source.path))
+    tensors = published.exported(weights, layout, s["width"] // s["heads"])
     with atomic_folder(out) as folder, (folder / "model.safetensors").open("wb") as file:
-        config = exported_config(run, s, layout)
+        config = exported_config(source, s, layout)
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-        save_file(file, entries)  # tied tensors are written once: readers tie them by name
+        published.save_file(file, tensors)  # tied tensors are written once: readers tie them
 
 
-def exported_config(run: CheckpointInfo, s: Flat, layout: Layout) -> dict[str, object]:
+def exported_config(source: CheckpointInfo, s: Flat, layout: published.Layout) -> dict[str, object]:
     """Return the config.json that describes a run's model; `s` are its settings by short names."""
     end = get_encoding(s["data.tokenizer"]).eot_token
-    positions = run.size.positions or s["data.seq_len"]
+    positions = source.size.positions or s["data.seq_len"]
     config = {
         **layout.fixed,
         **{key: s[ours] for ours, key in layout.keys.items() if ours in s},
         "model_type": layout.model_type,
         "architectures": ["BertForPreTraining" if s["nsp"] else layout.architecture],
-        "vocab_size": run.size.vocab_size,
+        "vocab_size": source.size.vocab_size,
         "bos_token_id": end,
         "eos_token_id": end,
     }

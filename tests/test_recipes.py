@@ -17,7 +17,7 @@ from test_readme import commands_of, documents, read
 from kernels.rotary import Scaling
 from model import Transformer, TransformerConfig
 from prepare import write_ranks
-from support.published import GPT2_LAYOUT, LLAMA_LAYOUT, published_entries, save_file
+from support.published import GPT2_LAYOUT, LLAMA_LAYOUT, published_views, save_file
 
 PAGE = "docs/recipes.md"
 TINY = "--layers 3 --heads 2 --width 32 --seq-len 32 --batch-tokens 256 --tokens 512"
@@ -55,8 +55,7 @@ def make_input_files() -> None:
     ):
         model = Transformer(TransformerConfig(3, 2, 32, 128, 32, rows, **switches))
         with open(file, "wb") as out:
-            entries = published_entries(model.state_dict(), layout, (2, 2, 2), 16)
-            save_file(out, entries)
+            save_file(out, published_views(model.state_dict(), layout))
 
 
 def test_every_command_runs(no_sample_or_report, tmp_path, monkeypatch, capsys):

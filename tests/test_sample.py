@@ -1,7 +1,5 @@
 """Generating text: which tokens are drawn, and how they are printed."""
 
-import sys
-
 import pytest
 import torch
 from conftest import refusal, widen
@@ -9,7 +7,6 @@ from conftest import refusal, widen
 import sample
 from model import Transformer, TransformerConfig
 from offload import Level, Offload, Placement, parts_of
-from support import process
 from support.tokenizer import get_encoding
 
 BYTES = get_encoding("bytes")
@@ -62,11 +59,10 @@ def test_an_offloaded_model_generates_the_same_text():
 
 def test_text_is_printed_as_it_is_drawn(monkeypatch, run_of, capfd):
     """Every token is printed before the next one is drawn. An interrupt ends the line."""
-    shown = []
-    monkeypatch.setattr(sys, "argv", ["sample.py", str(run_of()), "--prompt", "x"])
+    run, shown = str(run_of()), []
 
     def interrupted(model, prompt, most, **options):
-        assert prompt == [BYTES.eot_token, *b"x"] and options["stop"] == BYTES.eot_token
+        assert prompt == [256, *b"x"] and (options["stop"], options["allowed"]) == (256, 257)
         for token in "é🙂".encode():
             yield token
             shown.append(capfd.readouterr().out)
@@ -74,9 +70,8 @@ def test_text_is_printed_as_it_is_drawn(monkeypatch, run_of, capfd):
 
     monkeypatch.setattr(sample, "generate", interrupted)
     capfd.readouterr()
-    with pytest.raises(SystemExit) as end:
-        process.exit_cleanly(sample.main)
-    assert end.value.code == 130
+    with pytest.raises(KeyboardInterrupt):
+        sample.main([run, "--prompt", "x"])
     assert shown == ["x", "é", "", "", "", "🙂"] and capfd.readouterr() == ("\n", "")
 
 
@@ -84,9 +79,7 @@ def test_the_command_prints_the_drawn_tokens(run_of, capsys):
     run = str(run_of())
     _, gpt, _ = sample.load_run(run, "last")
     random = sample.rng.generator(torch.device("cpu"), 3, 0)
-    prompt = [BYTES.eot_token, *"é".encode()]
-    tokens = sample.generate(gpt, prompt, 30, allowed=257, stop=256, generator=random)
-    expected = BYTES.decode([*"é".encode(), *tokens])
+    expected = "".join(sample.continue_text(gpt, BYTES, "é", 30, generator=random))
     capsys.readouterr()
     sample.main([run, "--prompt", "é", "--tokens", "30", "--seed", "3", "--samples", "2"])
     first, second = capsys.readouterr().out.split("-" * 40 + "\n")
@@ -94,12 +87,9 @@ def test_the_command_prints_the_drawn_tokens(run_of, capsys):
     sample.main([run, "--tokens", "3", "--checkpoint", "best", "--dtype", "bf16"])
 
 
-def test_a_bert_and_a_negative_temperature_are_refused(run_of):
+def test_what_cannot_be_sampled_is_refused(run_of):
     bert = str(run_of("--model bert"))
     assert "holds a BERT" in refusal(sample.main, [bert])
     assert "--temperature" in refusal(sample.main, [bert, "--temperature", "-1"])
-
-
-def test_a_tokenizer_larger_than_the_vocabulary_is_refused():
     message = refusal(sample.continue_text, model(), get_encoding(), "", 9)
     assert "tokenizer pd4k has 4097 tokens, the model only 320" in message

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import ALL_ON, SMALL, command_error, contents, refusal
+from conftest import ALL_ON, SMALL, contents, refusal
 from small_stores import ONE
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
@@ -18,29 +18,27 @@ from bert import BertConfig
 from data import open_data
 from model import TransformerConfig
 from plan import Plan
-from support import sizes
 from support.clock import Clock
 from support.runtime import Runtime
 from support.settings import SIZES, OptimConfig, with_defaults
-from support.sizes import flops_of_step, parameter_count
+from support.sizes import flops_of_step, micro_batch_rows, parameter_count, peak_flops
 
 
 def test_parameter_counts_equal_published_ones():
-    layers, heads, width, T, *_ = SIZES["124M"]
-    gpt2 = TransformerConfig(layers, heads, width, 4 * width, T, 50257)
-    assert parameter_count(gpt2) == 124_439_808
+    def count(kind: type, name: str, vocabulary: int) -> int:
+        layers, heads, width, T, *_ = SIZES[name]
+        return parameter_count(kind(layers, heads, width, 4 * width, T, vocabulary))
+
+    assert count(TransformerConfig, "124M", 50257) == 124_439_808
     # BERT-base with its masked-token head is published with 109,514,298, including two rows of
     # token types. The model has none: it adds one of them to its positions.
-    layers, heads, width, T, *_ = SIZES["bert-base"]
-    shape = BertConfig(layers, heads, width, 4 * width, T, 30522)
-    assert parameter_count(shape) == 109_514_298 - 2 * width
+    assert count(BertConfig, "bert-base", 30522) == 109_514_298 - 2 * 768
 
 
 def test_only_a_new_nano_gpt_has_an_untied_head_and_its_own_beta2():
     init, told = {"model.init": "a.safetensors"}, {"model.tied": True, "optim.beta2": 0.5}
     others = [(0.95, {"model.size": "124M"}), (0.95, init), (0.999, {"model.model": "bert"})]
-    others.append((0.99, init | {"model.size": "nano"}))  # --init from a nano
-    for beta2, given in [(0.99, {}), (0.5, told), *others]:
+    for beta2, given in [(0.99, {}), (0.5, told), (0.99, init | {"model.size": "nano"}), *others]:
         result = with_defaults(given)
         assert (result["model.tied"], result["optim.beta2"]) == (given != {}, beta2), given
 
@@ -120,28 +118,26 @@ def test_the_flops_of_a_step_equal_torchs_count(flags, at_most):
 def test_peak_flops_follow_from_the_devices_name(monkeypatch):
     def peak(name: str, dtype: torch.dtype = torch.bfloat16) -> float | None:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-        return sizes.peak_flops(Runtime(0, 2, torch.device("cuda"), dtype, ""))
+        return peak_flops(Runtime(0, 2, torch.device("cuda"), dtype, ""))
 
     assert peak("NVIDIA H100 80GB HBM3") == peak("NVIDIA H200") == 2 * 989.4e12
     assert peak("NVIDIA H100 PCIe", torch.float32) == 756e12
     assert (peak("NVIDIA L4"), peak("NVIDIA L40S")) == (2 * 121e12, 2 * 362e12)
-    for name in ("NVIDIA L40", "NVIDIA A10G", "NVIDIA GeForce RTX 4090 Laptop GPU"):
-        assert peak(name) is None
-    assert sizes.peak_flops(ONE) is None
+    assert peak("NVIDIA A10G") is peak("NVIDIA GeForce RTX 4090 Laptop GPU") is None
+    assert peak("NVIDIA L40") is peak_flops(ONE) is None
 
 
 @pytest.mark.usefixtures("no_sample_or_report")
-def test_the_log_has_the_flops_and_the_speed_of_steps(run, monkeypatch):
-    on_cpu = run("--tokens 256", out="cpu")
-    assert [line["mfu"] for line in on_cpu if line["event"] == "train"] == [None]
+def test_the_log_has_the_flops_and_the_speed_of_steps(run, log_of, monkeypatch):
+    assert {line["mfu"] for line in log_of() if line["event"] == "train"} == {None}
     monkeypatch.setattr(train, "peak_flops", lambda runtime: 1e12)
     lines = run("--tokens 512")
     assert lines[0]["train_tokens"] == 682_416 and lines[0]["peak_flops"] == 1e12
-    one, two = (line for line in lines if line["event"] == "train")
-    assert two["flops"] == 2 * one["flops"] > 0
-    for line in (one, two):
+    steps = [line for line in lines if line["event"] == "train"]
+    assert steps[1]["flops"] == 2 * steps[0]["flops"] > 0
+    for line in steps:
         assert line["tokens_per_s"] == pytest.approx(256 / line["ms"] * 1e3, rel=0.01)
-        assert line["mfu"] == pytest.approx(one["flops"] / line["ms"] / 1e9, abs=1e-4)
+        assert line["mfu"] == pytest.approx(steps[0]["flops"] / line["ms"] / 1e9, abs=1e-4)
         assert line["epochs"] == round(line["real_tokens"] / 682_416, 4)
 
 
@@ -152,7 +148,7 @@ def test_micro_batches_share_rows_evenly():
     def rows(batch: int, ranks: int = 1, asked=None, seq_len=256, device="cpu", by_document=False):
         runtime = Runtime(0, ranks, torch.device(device), torch.float32, "")
         optim = OptimConfig(batch_tokens=batch * seq_len, micro_batch_size=asked)
-        return sizes.micro_batch_rows(optim, seq_len, runtime, by_document)
+        return micro_batch_rows(optim, seq_len, runtime, by_document)
 
     assert [rows(16, ranks) for ranks in (1, 2, 16)] == [16, 8, 1]
     assert rows(16, asked=4) == 4 and rows(48) == 24, "32 does not divide 48"
@@ -162,13 +158,12 @@ def test_micro_batches_share_rows_evenly():
     assert "16 x --micro-batch-size 1 x" in refusal(rows, 17, 16)
 
 
-def test_out_of_memory_is_one_line_that_names_the_flags(store_dir, monkeypatch, capsys):
+def test_out_of_memory_is_one_line_that_names_the_flags(store_dir, monkeypatch):
     def out_of_memory(*_, **more):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore")
 
     monkeypatch.setattr(train, "assemble", out_of_memory)
-    line = f"train.py {SMALL} --data {store_dir} --out new"
-    message = command_error(train.main, line.split(), monkeypatch, capsys)
+    message = refusal(train.main, f"{SMALL} --data {store_dir} --out new".split())
     assert "--micro-batch-size 8 is too much" in message and "--checkpoint-activations" in message
 
 
@@ -191,28 +186,26 @@ def test_a_forecast_equals_an_example_worked_by_hand(store_dir):
 def test_a_dry_run_writes_nothing(store_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "assemble", pytest.fail)
-    offload = "--model bert --offload --offload-budget 400KB"
-    for flags in (f"{ALL_ON} --out there", offload):
+    everything, offload = f"{ALL_ON} --out a", "--model bert --offload --offload-budget 400KB"
+    for flags, steps in (everything, ["8"]), (offload, []):
         line = f"{SMALL} --data {store_dir} {flags} --tokens 2048 --dry-run"
         assert train.main(line.split()) == 0
         output = capsys.readouterr().out
         assert not list(tmp_path.iterdir())
-        parts = r"0\.0[67] M parameters \(.*blocks 0\.05 M.*\) with a vocabulary of 320, cpu"
-        assert re.search(parts, output) and ("--offload: " in output) == (flags == offload)
-        assert re.search(r"memory: weights 0.3 MB, gradients 0.3 MB, optimizer 0.[34] MB", output)
+        size = r"0\.0[67] M parameters \(.*blocks 0\.05 M.*\) with a vocabulary of 320, cpu"
+        memory = r"memory: weights 0.3 MB, gradients 0.3 MB, optimizer 0.[34] MB"
+        assert re.search(rf"{size}.*\n{memory}", output)
+        assert ("--offload: " in output) == (flags == offload)
         both = r"^ahead: about \d+ steps, .*FLOP .*; without techniques: about (\d+) steps, .*FLOP"
-        steps = [] if flags == offload else ["8"]  # offload changes nothing of this
-        assert re.findall(both, output, re.MULTILINE) == steps
+        assert re.findall(both, output, re.MULTILINE) == steps  # offload changes nothing of this
     train.main(f"{SMALL} --data {store_dir} --tokens 4M --dry-run".split())
     assert "epochs; text read more than 4 times" in capsys.readouterr().out
 
 
-def test_a_dry_run_of_an_existing_run_does_not_change_it(run, tmp_path, store_dir, capsys):
-    run("--tokens 1024 --checkpoint-every 512 --eval-every 512")
-    folder = tmp_path / "run"
-    sorted(folder.glob("step-*.pt"))[-1].unlink()
+def test_a_dry_run_of_an_existing_run_does_not_change_it(run_of, store_dir, capsys):
+    folder = run_of("--min-lr 1")
     before = contents(folder)
-    capsys.readouterr()
-    assert train.main(f"--resume --out {folder} --data {store_dir} --dry-run".split()) == 0
+    line = f"--resume --out {folder} --data {store_dir} --tokens 1280 --dry-run"
+    assert train.main(line.split()) == 0
     assert contents(folder) == before
-    assert "ahead: about 2 steps, 512 tokens of text" in capsys.readouterr().out
+    assert "ahead: about 3 steps, 768 tokens of text" in capsys.readouterr().out

@@ -14,24 +14,23 @@ import math
 import re
 import shutil
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import FEW, TINY, metrics, names, read_log, refusal, widen
+from conftest import FEW, metrics, names, read_log, refusal, same, widen
 
 import config
-import prepare
 import sample
 import train
 from bert import BertConfig
 from kernels.rotary import Scaling
 from model import Transformer, TransformerConfig
-from prepare import write_ranks
 from support import checkpoint, published, weights
-from support.published import GPT2_LAYOUT, load_published, published_entries
-from support.tokenizer import PD4K, get_encoding, read_ranks
+from support.published import GPT2_LAYOUT, load_into, published_views
+from support.tokenizer import get_encoding
 
 LAYERS, HEADS, C, SEQ_LEN, VOCAB = 2, 4, 16, 12, 50
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -45,58 +44,8 @@ def build(kind: str, **changes) -> Transformer:
     return (BertConfig if kind == "bert" else TransformerConfig)(**shape).build()
 
 
-def scores(model: Transformer, *inputs: torch.Tensor | None) -> torch.Tensor:
-    return model.logits(model(*inputs))
-
-
-def draw(modules: dict[str, tuple], out: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Draw weights of these shapes, and biases as long as dimension `out`; not for embeddings."""
-    generator, entries = torch.Generator().manual_seed(0), {}
-    for name, shape in modules.items():
-        has_bias = not name.endswith(("wte", "wpe", "embeddings"))
-        for leaf, size in {"weight": shape, "bias": (shape[out],)}.items():
-            if leaf == "weight" or has_bias:
-                value = 0.2 * torch.randn(size, generator=generator)
-                entries[f"{name}.{leaf}"] = value.to(dtype)
-    return entries
-
-
-def gpt_file(dtype=torch.float32, prefix: str = "transformer.") -> dict[str, torch.Tensor]:
-    """Make a file of GPT-2's, whose matrices are (in, out)."""
-    modules = {"wte": (VOCAB, C), "wpe": (SEQ_LEN, C)}
-    for at in (f"h.{layer}" for layer in range(LAYERS)):
-        modules |= {f"{at}.attn.c_attn": (C, 3 * C), f"{at}.attn.c_proj": (C, C)}
-        modules |= {f"{at}.mlp.c_fc": (C, 4 * C), f"{at}.mlp.c_proj": (4 * C, C)}
-        modules |= {f"{at}.ln_1": (C,), f"{at}.ln_2": (C,)}
-    entries = draw({**modules, "ln_f": (C,)}, -1, dtype)
-    for layer in range(LAYERS):  # buffers of older files
-        mask = torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.uint8).tril()
-        entries[f"h.{layer}.attn.bias"] = mask[None, None]
-        entries[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
-    return {prefix + name: value for name, value in entries.items()}
-
-
-def bert_file(dtype=torch.float32, prefix: str = "bert.", old: bool = False) -> dict:
-    """Make a file of BERT's, whose matrices are (out, in). Old files name norms differently."""
-    rows = {"word": VOCAB, "position": SEQ_LEN, "token_type": 2}
-    modules = {f"embeddings.{name}_embeddings": (n, C) for name, n in rows.items()}
-    for at in (f"encoder.layer.{layer}" for layer in range(LAYERS)):
-        modules |= {f"{at}.attention.self.{name}": (C, C) for name in ("query", "key", "value")}
-        modules |= {f"{at}.attention.output.dense": (C, C), f"{at}.output.dense": (C, 4 * C)}
-        modules |= {f"{at}.intermediate.dense": (4 * C, C)}
-        modules |= {f"{at}.{norm}.LayerNorm": (C,) for norm in ("attention.output", "output")}
-    modules |= {"embeddings.LayerNorm": (C,), "pooler.dense": (C, C)}
-    transform = "cls.predictions.transform"
-    modules |= {f"{transform}.dense": (C, C), f"{transform}.LayerNorm": (C,)}
-    entries = draw({**modules, "cls.seq_relationship": (2, C)}, 0, dtype)
-    entries["cls.predictions.bias"] = torch.linspace(-1, 1, VOCAB).to(dtype)
-    entries["embeddings.position_ids"] = torch.arange(SEQ_LEN)[None]
-    file = {}
-    for name, value in entries.items():
-        if old:
-            name = name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta")
-        file[name if name.startswith("cls.") else prefix + name] = value
-    return file
+def scores(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
+    return model.logits(model(tokens))
 
 
 def save(file: object, tmp_path, **options):
@@ -110,13 +59,12 @@ def assert_close(result: torch.Tensor, expected: torch.Tensor, dtype: torch.dtyp
     assert (result - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
 
 
-def assert_same(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert result.keys() == expected.keys()
-    for name, value in expected.items():
-        assert result[name].dtype == value.dtype and result[name].equal(value), name
+# The papers' equations with the published names; this does not use model.py or weights.py. Here
+# `w` is a function: a parameter's name and shape -> its values.
 
 
-# The papers' equations with the published names; this does not use model.py or weights.py
+def norm(w, name, x, eps):
+    return F.layer_norm(x, (C,), w(f"{name}.weight", C), w(f"{name}.bias", C), eps)
 
 
 def attend(q, k, v, visible):
@@ -130,54 +78,81 @@ def attend(q, k, v, visible):
     return torch.cat(outputs, dim=-1)
 
 
-def plain_gpt(w: dict, tokens: torch.Tensor) -> torch.Tensor:
+def plain_gpt(w, tokens: torch.Tensor) -> torch.Tensor:
     """Compute GPT-2's logits (T, V) for tokens (T,). Its matrices are on the right: x @ w + b."""
 
-    def norm(name, x):
-        return F.layer_norm(x, (C,), w[f"{name}.weight"], w[f"{name}.bias"], 1e-5)
+    def linear(name, x, out):
+        return x @ w(f"{name}.weight", x.shape[-1], out) + w(f"{name}.bias", out)
 
-    def linear(name, x):
-        return x @ w[f"{name}.weight"] + w[f"{name}.bias"]
-
-    T = len(tokens)
-    x = w["wte.weight"][tokens] + w["wpe.weight"][:T]
-    for layer in range(LAYERS):
-        at = f"h.{layer}"
-        q, k, v = linear(f"{at}.attn.c_attn", norm(f"{at}.ln_1", x)).split(C, dim=-1)
+    T, words = len(tokens), w("wte.weight", VOCAB, C)
+    x = words[tokens] + w("wpe.weight", SEQ_LEN, C)[:T]
+    for at in (f"h.{layer}" for layer in range(LAYERS)):
+        qkv = linear(f"{at}.attn.c_attn", norm(w, f"{at}.ln_1", x, 1e-5), 3 * C)
         visible = torch.ones(T, T, dtype=torch.bool).tril()
-        x = x + linear(f"{at}.attn.c_proj", attend(q, k, v, visible))
-        y = linear(f"{at}.mlp.c_fc", norm(f"{at}.ln_2", x))
+        x = x + linear(f"{at}.attn.c_proj", attend(*qkv.split(C, dim=-1), visible), C)
+        y = linear(f"{at}.mlp.c_fc", norm(w, f"{at}.ln_2", x, 1e-5), 4 * C)
         y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
-        x = x + linear(f"{at}.mlp.c_proj", y)
-    return norm("ln_f", x) @ w["wte.weight"].T
+        x = x + linear(f"{at}.mlp.c_proj", y, C)
+    return norm(w, "ln_f", x, 1e-5) @ words.T
 
 
-def plain_bert(w: dict, tokens: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Compute BERT's logits (T, V) for tokens (T,) of segment 0, attending to `real` tokens."""
+ALL = torch.tensor(True)
 
-    def norm(name, x):
-        scale, shift = w[f"{name}.LayerNorm.weight"], w[f"{name}.LayerNorm.bias"]
-        return F.layer_norm(x, (C,), scale, shift, 1e-12)
 
-    def linear(name, x):
-        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+def plain_bert(w, tokens: torch.Tensor, real: torch.Tensor = ALL) -> tuple[torch.Tensor, ...]:
+    """Compute BERT's logits (T, V) for tokens (T,) of segment 0, attending to `real` tokens.
 
-    def gelu(x):
-        return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+    Returns: also the scores (2,) of "it follows" and "it does not", from the first token, [CLS]
+    """
 
-    T = len(tokens)
-    words = w["embeddings.word_embeddings.weight"]
-    x = words[tokens] + w["embeddings.position_embeddings.weight"][:T]
-    x = norm("embeddings", x + w["embeddings.token_type_embeddings.weight"][0])
-    for layer in range(LAYERS):
-        at = f"encoder.layer.{layer}"
-        q, k, v = (linear(f"{at}.attention.self.{name}", x) for name in ("query", "key", "value"))
-        y = linear(f"{at}.attention.output.dense", attend(q, k, v, real.expand(T, T)))
-        x = norm(f"{at}.attention.output", x + y)
-        y = linear(f"{at}.output.dense", gelu(linear(f"{at}.intermediate.dense", x)))
-        x = norm(f"{at}.output", x + y)
-    x = norm("cls.predictions.transform", gelu(linear("cls.predictions.transform.dense", x)))
-    return x @ words.T + w["cls.predictions.bias"]
+    def linear(name, x, out):
+        return x @ w(f"{name}.weight", out, x.shape[-1]).T + w(f"{name}.bias", out)
+
+    T, words = len(tokens), w("embeddings.word_embeddings.weight", VOCAB, C)
+    x = words[tokens] + w("embeddings.position_embeddings.weight", SEQ_LEN, C)[:T]
+    x = x + w("embeddings.token_type_embeddings.weight", 2, C)[0]
+    x = norm(w, "embeddings.LayerNorm", x, 1e-12)
+    for at in (f"encoder.layer.{layer}" for layer in range(LAYERS)):
+        q, k, v = (linear(f"{at}.attention.self.{n}", x, C) for n in ("query", "key", "value"))
+        y = linear(f"{at}.attention.output.dense", attend(q, k, v, real.expand(T, T)), C)
+        x = norm(w, f"{at}.attention.output.LayerNorm", x + y, 1e-12)
+        y = linear(f"{at}.output.dense", F.gelu(linear(f"{at}.intermediate.dense", x, 4 * C)), C)
+        x = norm(w, f"{at}.output.LayerNorm", x + y, 1e-12)
+    follows = linear("cls.seq_relationship", torch.tanh(linear("pooler.dense", x[0], C)), 2)
+    x = F.gelu(linear("cls.predictions.transform.dense", x, C))
+    x = norm(w, "cls.predictions.transform.LayerNorm", x, 1e-12)
+    return x @ words.T + w("cls.predictions.bias", VOCAB), follows
+
+
+def drawn(equations, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Draw each parameter that the equations ask for."""
+    generator, entries = torch.Generator().manual_seed(0), {}
+
+    def draw(name, *shape):
+        entries[name] = 0.2 * torch.randn(shape, generator=generator)
+        return entries[name]
+
+    equations(draw, torch.tensor([0]))
+    return {name: value.to(dtype) for name, value in entries.items()}
+
+
+def gpt_file(dtype=torch.float32, prefix: str = "transformer.") -> dict[str, torch.Tensor]:
+    entries = drawn(plain_gpt, dtype)
+    mask = torch.ones(1, 1, SEQ_LEN, SEQ_LEN, dtype=torch.uint8).tril()
+    for at in (f"h.{layer}.attn" for layer in range(LAYERS)):  # buffers of older files
+        entries |= {f"{at}.bias": mask, f"{at}.masked_bias": torch.tensor(-1e4)}
+    return {prefix + name: value for name, value in entries.items()}
+
+
+def bert_file(dtype=torch.float32, prefix: str = "bert.", old: bool = False) -> dict:
+    """Make a file of BERT's. Old files name norms differently."""
+    entries = drawn(plain_bert, dtype)
+    entries["embeddings.position_ids"] = torch.arange(SEQ_LEN)[None]
+    names = {name: name if name.startswith("cls.") else prefix + name for name in entries}
+    if old:
+        names = {n: x.replace("Norm.weight", "Norm.gamma") for n, x in names.items()}
+        names = {n: x.replace("Norm.bias", "Norm.beta") for n, x in names.items()}
+    return {names[name]: value for name, value in entries.items()}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -185,177 +160,128 @@ def test_gpt_computes_the_published_function(tmp_path, dtype):
     # torch.compile and DDP add these prefixes; the file without is in the format of torch < 1.6
     prefix = "module._orig_mod.transformer." if dtype == torch.float32 else ""
     path = save(gpt_file(dtype, prefix), tmp_path, _use_new_zipfile_serialization=bool(prefix))
-    model = build("gpt").to(dtype)
-    assert load_published(model, path) == []
+    model, plain = build("gpt").to(dtype), gpt_file(dtype, prefix="")
+    assert load_into(model, path) == []
     tokens = torch.randint(VOCAB, (2, SEQ_LEN))
-    plain = gpt_file(dtype, prefix="")
-    expected = torch.stack([plain_gpt(plain, row) for row in tokens])
+    expected = torch.stack([plain_gpt(lambda name, *_: plain[name], row) for row in tokens])
     assert_close(scores(model, tokens), expected, dtype)
 
 
-BERT_FILES = [
-    (torch.float32, torch.float16, "bert.", False),
-    (torch.float64, torch.float64, "", True),
-]
-
-
-@pytest.mark.parametrize("dtype, file_dtype, prefix, nsp", BERT_FILES)
-def test_bert_computes_the_published_function(tmp_path, dtype, file_dtype, prefix, nsp):
-    """Also from an old file in half precision: token type 0 is added in the model's precision.
-
-    With --nsp, also the scores of "it follows" and "it does not", from the [CLS] of one segment.
-    """
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_bert_computes_the_published_function(tmp_path, dtype):
+    """Also from an old file and in half precision: token type 0 is added in the model's."""
+    nsp = old = dtype == torch.float64
+    file_dtype, prefix = (dtype, "") if old else (torch.float16, "bert.")
     model = build("bert", nsp=nsp).to(dtype)
-    left_out = load_published(model, save(bert_file(file_dtype, prefix, not nsp), tmp_path))
+    left_out = load_into(model, save(bert_file(file_dtype, prefix, old), tmp_path))
     heads = ["cls.seq_relationship.bias", "cls.seq_relationship.weight"]
     heads += ["pooler.dense.bias", "pooler.dense.weight"]
     assert left_out == heads * (not nsp) + ["embeddings.token_type_embeddings.weight[1]"]
     tokens = torch.randint(VOCAB, (2, SEQ_LEN))
-    real = torch.ones(2, SEQ_LEN, dtype=torch.bool)
-    real[1, 7:] = False
+    real = torch.arange(SEQ_LEN) < torch.tensor([[SEQ_LEN], [7]])
     plain = {name: value.to(dtype) for name, value in bert_file(file_dtype, prefix="").items()}
-    expected = torch.stack([plain_bert(plain, *row) for row in zip(tokens, real, strict=True)])
-    logits = scores(model, tokens, None, real.long() - 1)  # 0, and -1 for padding
-    assert_close(logits[real], expected[real], dtype)
-    if nsp:
-        x = model(tokens)
-        pooled = torch.tanh(x[:, 0] @ plain["pooler.dense.weight"].T + plain["pooler.dense.bias"])
-        expected = pooled @ plain[heads[1]].T + plain[heads[0]]
-        assert_close(model.follows(x.flatten(0, 1), torch.tensor([0, SEQ_LEN])), expected, dtype)
+    x = model(tokens, None, real.long() - 1)  # 0, and -1 for padding
+    for row, logits in enumerate(model.logits(x)):
+        expected, follows = plain_bert(lambda name, *_: plain[name], tokens[row], real[row])
+        assert_close(logits[real[row]], expected[real[row]], dtype)
+        if nsp:
+            assert_close(model.follows(x[row], torch.tensor([0]))[0], follows, dtype)
 
 
 # Exporting a run's weights in the published layout
 
 
-def own_checkpoint(folder, model: Transformer) -> None:
-    """Save what an export reads of a run's checkpoint."""
-    c = model.config
-    names = ("layers", "heads", "width", "mlp_width", "pos", "qk_norm", "tied")
-    settings = {f"model.{name}": getattr(c, name) for name in names}
-    state = {"model": model.state_dict(), "step": 3, "tokenizer_fingerprint": "any"}
-    state["config"] = settings | {"model.model": c.kind, "model.size": "nano"}
-    if c.kind == "bert":
-        state["config"]["model.nsp"] = c.nsp
-    state["model_size"] = {"vocab_size": c.vocab_size, "positions": c.seq_len}
-    state["config"]["data.tokenizer"] = "bytes"
-    state |= {"clock": {}, "best_step": 0}
-    checkpoint.save(folder / "step-00000003.pt", state)
+def test_an_impossible_export_is_one_line_and_writes_no_file(run_of, tmp_path):
+    out = tmp_path / "out"
+    for to, problem in (tmp_path, "exists already"), (out, "a gpt2 export needs --pos learned"):
+        assert problem in refusal(weights.main, ["export", str(run_of()), "--out", str(to)])
+    assert not names(tmp_path)
 
 
-def export(model: Transformer, tmp_path, name: str = "out") -> tuple[Path, dict]:
-    """Export a run with this model; return the folder, and its config.json."""
-    own_checkpoint(tmp_path / "run", model)
-    out = tmp_path / name
-    weights.main(["export", str(tmp_path / "run"), "--out", str(out)])
-    return out, json.loads((out / "config.json").read_text())
+@pytest.mark.parametrize("flags", ["--tied", "--no-tied", "--model bert", "--model bert --nsp"])
+def test_an_export_loads_bit_for_bit_and_transformers_computes_the_same(flags, run_of, tmp_path):
+    """We load the state dict of its model, too."""
+    _, ran, state = sample.load_run(run_of(f"{flags} --pos learned"), "last")
+    shape = replace(ran.config, mlp_width=24)
+    model, again = widen(shape.build()).eval(), shape.build()
+    state["model"], state["config"]["model.mlp_width"] = model.state_dict(), 24
+    checkpoint.save(tmp_path / "run/step-00000002.pt", state)
+    folder = tmp_path / "out"
+    weights.main(["export", str(tmp_path / "run"), "--out", str(folder)])
+    assert names(folder) == ["config.json", "model.safetensors"]
+    load_into(again, folder)
+    assert same(again.state_dict(), model.state_dict())
+    about = json.loads((folder / "config.json").read_text())
+    assert about["vocab_size"] == 320 and 2048 in about.values()
 
-
-EXPORTED = [("gpt", {"mlp_width": 24}), ("gpt", {"tied": False}), ("bert", {"nsp": True})]
-
-
-@pytest.mark.parametrize("kind, changes", EXPORTED)
-def test_exported_weights_load_unchanged(tmp_path, kind, changes):
-    """Bit for bit, under the published names."""
-    model, result = widen(build(kind, **changes)).eval(), build(kind, **changes)
-    path, config = export(model, tmp_path)
-    load_published(result, path)
-    assert_same(result.state_dict(), model.state_dict())
-    assert config["vocab_size"] == VOCAB and SEQ_LEN in config.values()
-    assert names(path) == ["config.json", "model.safetensors"]
-
-
-def test_an_impossible_export_is_one_line_and_writes_no_file(tmp_path):
-    own_checkpoint(tmp_path / "run", build("gpt"))
-    own_checkpoint(tmp_path / "normed", build("gpt", qk_norm=True))
-    before = names(tmp_path)
-    for source, to, problem in (
-        ("run", "normed", "normed: exists"),
-        ("normed", "out", "fits no published layout: gpt2's needs --no-qk-norm"),
-    ):
-        argv = ["export", str(tmp_path / source), "--out", str(tmp_path / to)]
-        assert problem in refusal(weights.main, argv)
-        assert names(tmp_path) == before
-
-
-# Comparison with transformers, in both directions
-
-
-@pytest.mark.parametrize("kind, more", [("gpt", {}), ("bert", {}), ("bert", {"nsp": True})])
-def test_transformers_computes_the_same_and_its_weights_load(tmp_path, kind, more):
-    """It loads what we export, and we load the state dict of its model."""
     transformers = pytest.importorskip("transformers")
-    model, again = widen(build(kind, **more)), build(kind, **more)
-    folder, config = export(model, tmp_path)
-    theirs = getattr(transformers, config["architectures"][0])
+    theirs = getattr(transformers, about["architectures"][0])
     read, notes = theirs.from_pretrained(folder, output_loading_info=True)
     assert not notes["missing_keys"] and not notes["unexpected_keys"], notes
-    tokens = torch.randint(VOCAB, (3, SEQ_LEN))
+    tokens = torch.randint(257, (3, SEQ_LEN))
     real = torch.arange(SEQ_LEN) < torch.tensor([[12], [7], [1]])
     with torch.no_grad():
         output = read.eval()(tokens, attention_mask=real.long())
         x = model(tokens, None, real.long() - 1)
         logits = model.logits(x)
-        if more:
+        if "nsp" in flags:
             follows = model.follows(x.flatten(0, 1), SEQ_LEN * torch.arange(3))
             assert_close(follows, output.seq_relationship_logits, torch.float32)
-    assert_close(logits[real], (output.prediction_logits if more else output.logits)[real], x.dtype)
+    theirs = output.prediction_logits if "nsp" in flags else output.logits
+    assert_close(logits[real], theirs[real], torch.float32)
     path = save(read.state_dict(), folder)
-    assert torch.load(path).keys() & {"lm_head.weight", TWIN}, "has copies of tied weights"
-    load_published(again, path)
-    assert published.published_settings(path)["model.mlp_width"] == 4 * C
-    assert_same(again.state_dict(), model.state_dict())
+    assert torch.load(path).keys() & {"lm_head.weight", "cls.predictions.decoder.bias"}, (
+        "has copies of tied weights"
+    )
+    again = shape.build()
+    load_into(again, path)
+    assert published.settings_in(path)["model.mlp_width"] == 24
+    assert same(again.state_dict(), model.state_dict())
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_llama_in_several_files_is_trained_and_loads_in_transformers(tied, tmp_path, monkeypatch):
+def test_a_llama_in_several_files_is_trained_and_loads_in_transformers(
+    tied, store_dir, tmp_path, monkeypatch
+):
     transformers = pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     shape = dict(hidden_size=32, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
-    shape |= dict(num_key_value_heads=2, rms_norm_eps=1e-5, rope_theta=5e5, vocab_size=4416)
+    shape |= dict(num_key_value_heads=2, rms_norm_eps=1e-5, rope_theta=5e5, vocab_size=320)
+    shape |= dict(tie_word_embeddings=tied)
     shape["rope_scaling"] = Scaling.parsed("8:1:4:200").as_published() if tied else None
-    theirs = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**shape, tie_word_embeddings=tied)
-    )
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
     for weight in theirs.parameters():
         torch.nn.init.normal_(weight, mean=1.0 if weight.ndim == 1 else 0.0, std=0.1)
     theirs.save_pretrained("llama", max_shard_size="60KB")
-    write_ranks(Path("tokenizer.model"), {**read_ranks(PD4K), b".\n": 4096})
-    prepare.main([str(TINY), "--out", "store", "--tokenizer", "tokenizer.model"])
-    fitting = "--init llama --data store --seq-len 32 --device cpu --lr 1e-3"
-    for wrong in ("--kv-heads 4", "--no-tied" if tied else "--tied"):
-        with pytest.raises(ValueError, match=f"is a model with .* not {wrong}"):
-            train.main(f"{fitting} {wrong} --out no".split())
+    assert Path("llama/model.safetensors.index.json").exists()
 
-    def logits(model, tokens):
+    def logits(model):
         return model.eval()(tokens).logits
 
-    tokens = torch.randint(4416, (2, 32))
-    budget = "--batch-tokens 128 --tokens 2048 --ltd --ltd-start 16 --pack --out run"
-    started, _ = config.parse_or_resume(f"{fitting} {budget}".split())
-    ours = weights.initial_model(config.transformer_config(started, 4416), started)
-    assert (scores(ours, tokens) - logits(theirs, tokens)).abs().max() < 1e-4
-    assert train.main(f"{fitting} {budget}".split()) == 0
+    tokens = torch.randint(320, (2, 32))
+    line = f"--init llama --data {store_dir} --seq-len 32 --device cpu --lr 1e-3 --out run"
+    line += " --batch-tokens 128 --tokens 2048 --ltd --ltd-start 16 --pack"
+    started, _ = config.parse_or_resume(line.split())
+    ours = weights.initial_model(config.transformer_config(started, 320), started)
+    assert (scores(ours, tokens) - logits(theirs)).abs().max() < 1e-4
+    assert train.main(line.split()) == 0
     weights.main(["export", "run", "--out", "given"])
     back = transformers.AutoModelForCausalLM.from_pretrained("given")
     trained = sample.load_run("run", "last")[1]
-    assert (scores(trained, tokens) - logits(back, tokens)).abs().max() < 1e-4
-    assert (logits(back, tokens) - logits(theirs, tokens)).abs().max() > 0.01, "it has learned"
-    assert back.config.eos_token_id == 4098
+    assert (scores(trained, tokens) - logits(back)).abs().max() < 1e-4
+    assert (logits(back) - logits(theirs)).abs().max() > 0.01, "it has learned"
+    assert back.config.eos_token_id == BYTES.eot_token
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 def test_several_files_and_their_index_load_as_one_model(name, tmp_path):
-    parts = {"1": {"wte.weight": torch.rand(3, 2)}, "2": {"wpe.weight": torch.rand(4, 2)}}
-    for number, part in parts.items():
-        with (tmp_path / number).open("wb") as out:
-            if name.endswith("bin"):
-                torch.save(part, out)
-            else:
-                published.save_file(out, part)
-    listed = {key: number for number, part in parts.items() for key in part}
+    one, two = {"wte.weight": torch.rand(3, 2)}, {"wpe.weight": torch.rand(4, 2)}
+    torch.save(one, tmp_path / "1")
+    (tmp_path / "2").write_bytes(as_safetensors(two))
+    listed = dict.fromkeys(one, "1") | dict.fromkeys(two, "2")
     (tmp_path / f"{name}.index.json").write_text(json.dumps({"weight_map": listed}))
-    assert_same(published.read_published(tmp_path), parts["1"] | parts["2"])
-    assert published.published_settings(tmp_path) == {"data.seq_len": 4}
+    assert same(published.entries_in(tmp_path), one | two)
+    assert published.settings_in(tmp_path) == {"data.seq_len": 4}
     assert weights.source_of(str(tmp_path)) is None
 
 
@@ -363,7 +289,6 @@ def test_several_files_and_their_index_load_as_one_model(name, tmp_path):
 
 WTE, C_ATTN = "transformer.wte.weight", "transformer.h.1.attn.c_attn.weight"
 QUERY = "encoder.layer.1.attention.self.query.weight"
-TYPES, TWIN = "embeddings.token_type_embeddings.weight", "cls.predictions.decoder.bias"
 MISFITS = [  # kind of file, entries changed or deleted (None), changes to the model, problem
     ("gpt", {}, dict(seq_len=8), "wpe.weight must be (8, 16) but is (12, 16)"),
     ("gpt", {}, dict(norm="rmsnorm", bias=False, pos="rope"), "embed_tokens.weight must be"),
@@ -371,15 +296,16 @@ MISFITS = [  # kind of file, entries changed or deleted (None), changes to the m
     ("bert", {"qa.weight": torch.ones(2)}, {}, "qa.weight has no place in this model"),
     ("gpt", {"lm_head.weight": torch.ones(50, 16)}, {}, "lm_head.weight has no place"),
     ("gpt", {"wte.weight": torch.ones(50, 16)}, {}, "wte.weight occurs twice"),
+    ("gpt", {"model": {}}, {}, "model occurs twice or is not a floating-point tensor"),
     ("gpt", {C_ATTN: torch.ones(16, 48).char()}, {}, "is not a floating-point tensor"),
 ]
 
 
 def assert_refused(model: Transformer, path, problem: str) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    message = refusal(load_published, model, path)
+    message = refusal(load_into, model, path)
     assert message.startswith(f"--init {path}: ") and problem in message, message
-    assert_same(model.state_dict(), before)
+    assert same(model.state_dict(), before)
 
 
 @pytest.mark.parametrize(("kind", "edits", "changes", "problem"), MISFITS)
@@ -408,8 +334,6 @@ def test_a_broken_file_or_one_without_a_state_dict_changes_nothing(tmp_path):
     for content in [*torn, EXAMPLE.replace(b'"U8"', b'"F8"'), whole[: len(whole) // 2]]:
         path.write_bytes(content)
         assert_refused(model, path, "cannot be loaded")
-    nested = save({"model": gpt_file()}, tmp_path)
-    assert_refused(model, nested, "model occurs twice or is not a")
 
 
 LLAMA = dict(model_type="llama", hidden_size=32, num_attention_heads=4, num_hidden_layers=3)
@@ -420,34 +344,35 @@ GPT2 = dict(model_type="gpt2", n_embd=32, n_head=4, n_layer=3)
 
 UNSUPPORTED = [
     (LLAMA | {"model_type": "mamba"}, "has model_type 'mamba', not gpt2, bert or llama"),
-    (LLAMA | {"rms_norm_eps": None}, "has rms_norm_eps 1e-06, but only 1e-05 is supported"),
-    (LLAMA | {"head_dim": 16}, "has head_dim 16, but only 8 is supported"),
-    (LLAMA | {"rope_parameters": {"type": "llama3"}}, "but only llama3 with"),
-    (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "has partial_rotary_factor"),
-    (GPT2 | {"scale_attn_weights": False}, "has scale_attn_weights False, but only True"),
+    (LLAMA | {"rms_norm_eps": None}, "rms_norm_eps must be 1e-05, not 1e-06"),
+    (LLAMA | {"head_dim": 16}, "head_dim must be 8, not 16"),
+    (LLAMA | {"rope_parameters": {"type": "llama3"}}, "only a complete llama3"),
+    (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "factor must be 1.0, not 0.5"),
+    (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights must be True"),
     (GPT2 | {"moe": 1, "alibi": 1}, "unknown keys in config.json: alibi, moe"),
-    (GPT2 | {"activation_function": "relu"}, r"activation must be gelu_new or gelu, got relu"),
-    (LLAMA | {"rope_scaling": {"type": "yarn"}} | OTHER_ROPE, "scales rotary angles as yarn"),
-    (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx True, but only F"),
+    (GPT2 | {"activation_function": "relu"}, "activation must be gelu_new or gelu, got relu"),
+    (GPT2 | {"bias": False}, "bias must be True, not False"),
+    (LLAMA | {"rope_scaling": {"type": "yarn"}} | OTHER_ROPE, "rope_type yarn"),
+    (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx must be False"),
 ]
 
 
-@pytest.mark.parametrize(("said", "problem"), UNSUPPORTED)
-def test_an_unsupported_config_is_refused_in_one_line(said, problem, tmp_path):
-    argv = ["--init", folder_of(said, tmp_path)]
-    assert re.search(problem, refusal(config.parse_or_resume, argv))
+@pytest.mark.parametrize(("about", "problem"), UNSUPPORTED)
+def test_an_unsupported_config_is_refused_in_one_line(about, problem, tmp_path):
+    argv = ["--init", folder_of(about, tmp_path)]
+    assert problem in refusal(config.parse_or_resume, argv)
 
 
-def folder_of(said: dict, tmp_path) -> str:
+def folder_of(about: dict, tmp_path) -> str:
     """Make a folder of published weights, of which only config.json will be read."""
     torch.save({}, tmp_path / "pytorch_model.bin")
-    (tmp_path / "config.json").write_text(json.dumps(said))
+    (tmp_path / "config.json").write_text(json.dumps(about))
     return str(tmp_path)
 
 
 def test_missing_keys_have_published_defaults(tmp_path):
-    def settings(said: dict) -> config.Config:
-        return config.parse_or_resume(["--init", folder_of(said, tmp_path)])[0]
+    def settings(about: dict) -> config.Config:
+        return config.parse_or_resume(["--init", folder_of(about, tmp_path)])[0]
 
     llama = settings(LLAMA)
     assert (llama.model.rope_theta, llama.model.tied, llama.model.kv_heads) == (1e4, False, 4)
@@ -456,67 +381,44 @@ def test_missing_keys_have_published_defaults(tmp_path):
     assert settings({"model_type": "gpt2"}).model.layers == 12
     gpt2 = settings(GPT2 | {"alibi": None, "n_positions": 48})
     assert (gpt2.data.seq_len, gpt2.optim.batch_tokens, gpt2.model.tied) == (48, 8160, True)
-    problem = "has scale_attn_weights False"
-    assert problem in refusal(settings, GPT2 | {"scale_attn_weights": False})
+    argv = ["--init", folder_of(LLAMA, tmp_path), "--tied"]
+    assert "is a model with --no-tied, not --tied" in refusal(config.parse_or_resume, argv)
 
 
 @pytest.mark.parametrize("name", ["GPT2Config", "BertConfig", "LlamaConfig"])
 def test_every_key_that_transformers_writes_is_known(name, tmp_path):
     transformers = pytest.importorskip("transformers")
-    said = getattr(transformers, name)().to_dict()
-    said |= {"rms_norm_eps": 1e-5} if name == "LlamaConfig" else {}
-    assert published.published_settings(folder_of(said, tmp_path))["data.seq_len"] > 500
+    about = getattr(transformers, name)().to_dict()
+    about |= {"rms_norm_eps": 1e-5} if name == "LlamaConfig" else {}
+    assert published.settings_in(folder_of(about, tmp_path))["data.seq_len"] > 500
 
 
-def nanogpt_file(bias: bool = True) -> dict:
-    """Make what nanoGPT's train.py saves: matrices are (out, in), and the tied head is repeated."""
+def test_nanogpts_file_loads_with_its_exact_gelu(tmp_path):
+    """Its matrices are (out, in), and the tied head is repeated."""
     entries = gpt_file(prefix="")
     turned = {n: x.T if n[:2] == "h." and x.dim() == 2 else x for n, x in entries.items()}
     saved = {f"_orig_mod.transformer.{name}": value for name, value in turned.items()}
     saved["_orig_mod.lm_head.weight"] = entries["wte.weight"]
-    shape = dict(n_layer=LAYERS, n_head=HEADS, n_embd=C, block_size=SEQ_LEN, vocab_size=VOCAB)
-    args = shape | dict(bias=bias, dropout=0.0)
-    return {"model": saved, "model_args": args, "iter_num": 3, "config": {"out_dir": "out"}}
-
-
-def test_nanogpts_file_loads_with_its_exact_gelu(tmp_path):
-    path = save(nanogpt_file(), tmp_path)
+    args = dict(n_layer=LAYERS, n_head=HEADS, n_embd=C, block_size=SEQ_LEN, vocab_size=VOCAB)
+    args |= dict(bias=True, dropout=0.0)
+    path = save({"model": saved, "model_args": args, "iter_num": 3, "config": {}}, tmp_path)
     settings = config.parse_or_resume(["--init", str(path)])[0]
     shape = config.transformer_config(settings, VOCAB, SEQ_LEN)
     assert (shape.gelu, shape.layers, settings.data.seq_len) == ("none", LAYERS, SEQ_LEN)
     model, like = Transformer(shape), build("gpt")
-    load_published(model, path)
-    load_published(like, save(gpt_file(), tmp_path))
-    assert_same(model.state_dict(), like.state_dict())
-    path = save(nanogpt_file(bias=False), tmp_path)
-    problem = "has bias False, but only True is supported"
-    assert problem in refusal(config.parse_or_resume, ["--init", str(path)])
-
-
-def test_a_stored_head_may_be_the_embedding_or_a_separate_matrix(tmp_path):
-    file, tokens = gpt_file(), torch.arange(SEQ_LEN)[None]
-    model, own = build("gpt"), build("gpt", tied=False)
-    load_published(model, save(file | {"lm_head.weight": file[WTE]}, tmp_path))
-    path = save(file | {"lm_head.weight": 2 * file[WTE]}, tmp_path)
-    load_published(own, path)
-    assert torch.allclose(scores(own, tokens), 2 * scores(model, tokens))
+    load_into(model, path)
+    load_into(like, save(entries, tmp_path))
+    assert same(model.state_dict(), like.state_dict())
 
 
 # The safetensors format. The example has two tensors: a with bytes 1 2 3, and b with 1.0 and -2.0
 # in fp32, which comes first because its dtype is wider.
 
 HEADER = (
-    b'{"__metadata__":{"format":"pt"},'
-    b'"b":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},'
-    b'"a":{"dtype":"U8","shape":[3,1],"data_offsets":[8,11]}}'
+    b'{"__metadata__":{"format":"pt"},"b":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},'
+    b'"a":{"dtype":"U8","shape":[3,1],"data_offsets":[8,11]}}    '
 )
-EXAMPLE = (
-    b"\x90\x00\x00\x00\x00\x00\x00\x00"  # 144 bytes of header
-    + HEADER
-    + b" " * (144 - len(HEADER))
-    + b"\x00\x00\x80\x3f\x00\x00\x00\xc0"  # 1.0, -2.0
-    + b"\x01\x02\x03"
-)
+EXAMPLE = b"\x90" + bytes(7) + HEADER + b"\x00\x00\x80\x3f\x00\x00\x00\xc0\x01\x02\x03"
 TENSORS = {"a": torch.tensor([[1], [2], [3]], dtype=torch.uint8), "b": torch.tensor([1.0, -2.0])}
 
 
@@ -527,26 +429,22 @@ def as_safetensors(tensors) -> bytes:
 
 
 def of_every_dtype() -> dict[str, torch.Tensor]:
-    random = torch.Generator().manual_seed(0)
     tensors = {"none": torch.empty(0, 4), "one": torch.tensor(3.5), '"é"': torch.tensor([1.0])}
-    for name, dtype in published.DTYPES.items():
-        small = torch.randint(0, 2, (3, 5), generator=random)
-        wide = torch.randn(3, 5, generator=random)
-        tensors[f"of {name}"] = (wide if dtype.is_floating_point else small).to(dtype)
-    return tensors
+    values = (torch.arange(15.0) / 7).view(3, 5)
+    return tensors | {f"of {name}": values.to(dtype) for name, dtype in published.DTYPES.items()}
 
 
 def test_the_worked_example_loads_and_its_file_is_never_changed(tmp_path):
-    assert len(HEADER) == 140 and as_safetensors(TENSORS) == EXAMPLE
+    assert len(HEADER) == 0x90 and as_safetensors(TENSORS) == EXAMPLE
     path = tmp_path / "example.safetensors"
     path.write_bytes(EXAMPLE)
     result = published.load_file(path)
-    assert_same(result, TENSORS)
+    assert same(result, TENSORS)
     result["b"].fill_(5)
     assert path.read_bytes() == EXAMPLE and result["b"].tolist() == [5, 5]
     expected = of_every_dtype() | {"turned": torch.randn(4, 3).T}
     path.write_bytes(as_safetensors(expected))
-    assert_same(published.load_file(path), expected)
+    assert same(published.load_file(path), expected)
 
 
 def test_the_safetensors_library_writes_and_reads_the_same_bytes(tmp_path):
@@ -555,8 +453,8 @@ def test_the_safetensors_library_writes_and_reads_the_same_bytes(tmp_path):
     library.save_file(of_every_dtype(), theirs, metadata={"format": "pt"})
     ours.write_bytes(as_safetensors(of_every_dtype()))
     assert ours.read_bytes() == theirs.read_bytes()
-    assert_same(published.load_file(theirs), of_every_dtype())
-    assert_same(library.load_file(ours), of_every_dtype())
+    assert same(published.load_file(theirs), of_every_dtype())
+    assert same(library.load_file(ours), of_every_dtype())
 
 
 # --init from a run of train.py
@@ -567,17 +465,16 @@ def begin(store_dir, tmp_path, monkeypatch):
     """Start a run with --init, stop it before its first step, and return the weights."""
     monkeypatch.chdir(tmp_path)
 
-    def start(init, flags: str = "", out: str = "next", data=store_dir) -> dict:
+    def start(init, flags: str = "", out: str = "next") -> dict:
         first = {}
 
         def noted(self, of):
             first.update(self.model.state_dict())
             raise KeyboardInterrupt
 
-        argv = f"--init {init} --data {data} --out {out} {FEW} {flags}"
         with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
             patch.setattr(train.Trainer, "train_step", noted)
-            train.main(argv.split())
+            train.main(f"--init {init} --data {store_dir} --out {out} {FEW} {flags}".split())
         return first
 
     return start
@@ -596,24 +493,22 @@ def made_of(folder) -> tuple[dict, dict]:
 def test_a_run_starts_with_the_weights_of_another(begin, run_of, tmp_path, monkeypatch):
     """Kind, size, layers, heads, widths, positions and the row length follow from that run."""
     saved = checkpoint.load(newest(run_of()))["model"]
-    assert_same(begin(run_of()), saved)
+    assert same(begin(run_of()), saved)
     (ours, our_size), (theirs, their_size) = map(made_of, (tmp_path / "next", run_of()))
-    names = [*weights.MODEL_SETTINGS, "data.seq_len", "data.tokenizer"]
-    names.append("optim.beta2")  # follows from the size nano
+    names = [*weights.MODEL_SETTINGS, "data.seq_len", "data.tokenizer", "optim.beta2"]
     assert our_size == their_size and all(ours[name] == theirs[name] for name in names)
     assert ours["model.init"] == str(newest(run_of())), "fixed, even if the other run continues"
     # Control: without --init, weights depend on the seed.
     monkeypatch.setattr(train, "initial_model", lambda shape, *_: Transformer(shape))
-    with pytest.raises(AssertionError):
-        assert_same(begin(run_of(), out="control"), saved)
+    assert not same(begin(run_of(), out="control"), saved)
 
 
 def test_init_works_with_a_bert_with_pairs_and_with_learned_positions(begin, run_of, tmp_path):
     source = run_of("--model bert --nsp --pos learned")
     saved = checkpoint.load(newest(source))["model"]
-    assert_same(begin(source), saved)
+    assert same(begin(source), saved)
     kept = {n: v for n, v in saved.items() if not n.startswith(("pooler", "nsp"))}
-    assert_same(begin(source, "--no-nsp", out="alone"), kept)
+    assert same(begin(source, "--no-nsp", out="alone"), kept)
     assert made_of(tmp_path / "alone")[1] == {"vocab_size": 320, "positions": 2048}
     message = refusal(begin, source, "--seq-len 4096 --batch-tokens 8192", out="long")
     assert re.search(r"--seq-len 4096: --init .* has only 2048 positions", message)
@@ -622,9 +517,9 @@ def test_init_works_with_a_bert_with_pairs_and_with_learned_positions(begin, run
 def test_init_is_read_until_there_is_a_checkpoint(begin, store_dir, tmp_path, capsys):
     """The published weights have 48 positions, which no --size has."""
     model = Transformer(TransformerConfig(4, 2, 32, 128, 48, vocab_size=257))
-    source = save(published_entries(model.state_dict(), GPT2_LAYOUT, (2, 2, 2), 16), tmp_path)
+    source = save(published_views(model.state_dict(), GPT2_LAYOUT), tmp_path)
     flags = "--pos learned --tied --layers 4 --heads 2 --width 32 --seq-len 32 --ltd --ltd-start 8"
-    assert_same(begin(source, flags, out="new"), model.state_dict())
+    assert same(begin(source, flags, out="new"), model.state_dict())
     output = capsys.readouterr().out
     assert f"gpt from {source}: " in output
     shutil.copytree(tmp_path / "new", tmp_path / "late")
@@ -647,7 +542,7 @@ def test_init_from_a_shadow_gives_every_present_layer_its_own_weights(begin, run
         path = newest(run_of(f"--pseudo {flags}"))
         state = checkpoint.load(path)
         assert tuple(state["pseudo"]["owners"]) == owners
-        assert_same(begin(path, out=f"next{owners[1]}"), weights.real_weights(state))
+        assert same(begin(path, out=f"next{owners[1]}"), weights.real_weights(state))
 
 
 def test_init_refuses_another_tokenizer_and_damaged_weights(begin, run_of, tmp_path):
