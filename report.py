@@ -66,7 +66,8 @@ CHARTS = {
     "mfu": ("MFU", "% of the peak", 100),
 }
 MEASURED = ("loss", "grad_norm", "padding_share", "ms", "tokens_per_s", "mfu")  # noisy: smoothed
-COLUMNS = ("step", "layer_tokens", "loss", "epochs", "consumed_tokens", "real_tokens", "flops")
+COLUMNS = ("step", "loss", "epochs", "consumed_tokens", "real_tokens", "layer_tokens", "positions")
+COLUMNS += ("flops",)
 AXIS = "consumed_tokens"  # horizontal axis of charts
 BITS = "bits per byte"
 # settings in which runs of one recipe may differ
@@ -113,13 +114,9 @@ def read_run(folder: Path) -> RunLog:
     names = (*COLUMNS, *CHARTS, *sorted(difficulties))
     steps = {n: np.array([line.get(n) for line in trains], dtype=float) for n in names}
     steps["seconds"] = np.nancumsum(steps["ms"]) / 1e3
-    real, computed = (np.diff(steps[n], prepend=0.0) for n in ("real_tokens", "layer_tokens"))
-    positions = real / (1 - steps["padding_share"])
-    steps["positions"] = positions.cumsum()
-    # Repeated context is in layer_tokens but not in real_tokens, so the share could fall below 0.
     settings = lines["run"][-1]["config"]
-    full = settings["model.layers"] * positions
-    steps["dropped_share"] = (1 - computed / full).clip(min=0).round(4)
+    computed, positions = (np.diff(steps[n], prepend=0.0) for n in ("layer_tokens", "positions"))
+    steps["dropped_share"] = (1 - computed / positions / settings["model.layers"]).round(4)
     final = [line for line in lines["eval"] if line["last"]][-1:]
     on_the_way = [line for line in lines["eval"] if not line["last"]] or lines["eval"]
     return RunLog(folder, lines, settings, final, on_the_way, steps)
@@ -204,8 +201,8 @@ def table(rows: dict[str, dict[str, str]], turned: bool = False) -> str:
     if turned:
         lines = zip(*lines, strict=True)
     body = "".join(f"<tr><td>{'</td><td>'.join(line)}</td></tr>" for line in lines)
-    look = "turned" if turned else "recipes"
-    return f'<div class="wide" tabindex="0"><table class="{look}">{body}</table></div>'
+    css = "turned" if turned else "recipes"
+    return f'<div class="wide" tabindex="0"><table class="{css}">{body}</table></div>'
 
 
 def cell(value: str, detail: str) -> str:
@@ -304,7 +301,7 @@ class Curve(NamedTuple):
     kind: str = "line"  # line | faint | level | dots (a line with a dot at each point)
 
     @property
-    def look(self) -> str:
+    def css(self) -> str:
         return f"{self.kind} c{self.color % COLORS} dashed{self.color // COLORS % 3}"
 
 
@@ -336,8 +333,8 @@ def charts_of(recipes: Recipes, loss: float | None, marks: list[float]) -> list[
         if column == "loss" and unit == BITS and len(runs) == 1:
             curves += held_out_curves([(logs[0], "held out", 1)], AXIS)
         highest = np.quantile(values, 0.98) if column in MEASURED else math.inf  # cut off peaks
-        look = {"marks": marks, "from_zero": column != "loss", "highest": highest}
-        drawn.append(figure(title, unit, curves, UNITS[AXIS], **look))
+        options = {"marks": marks, "from_zero": column != "loss", "highest": highest}
+        drawn.append(figure(title, unit, curves, UNITS[AXIS], **options))
     return drawn
 
 
@@ -383,15 +380,15 @@ def held_out_curves(runs: list[tuple[RunLog, str, int]], unit: str) -> list[Curv
     return curves
 
 
-def figure(title: str, unit: str, curves: list[Curve], x_unit: str, **look: object) -> str:
-    """Put a chart under its title and legend; "" if it is empty. `look` is passed to `plot`."""
+def figure(title: str, unit: str, curves: list[Curve], x_unit: str, **options: object) -> str:
+    """Put a chart under its title and legend; "" if it is empty. `options` are those of `plot`."""
     curves = [curve for curve in curves if len(curve.x)]
     if not curves:
         return ""
-    looks = {curve.label: curve.look for curve in curves}
-    keys = [f'<span><b class="{look}">━</b> {escape(name)}</span>' for name, look in looks.items()]
+    styles = {curve.label: curve.css for curve in curves}
+    keys = [f'<span><b class="{css}">━</b> {escape(name)}</span>' for name, css in styles.items()]
     legend = f"<div>{' '.join(keys)}</div>" if len(keys) > 1 else ""
-    drawn = plot(curves, x_unit, **look)
+    drawn = plot(curves, x_unit, **options)
     return f"<figure><figcaption><b>{title}</b> {unit}{legend}</figcaption>{drawn}</figure>"
 
 
@@ -426,11 +423,11 @@ def plot(
         """Convert values to SVG units; values beyond an axis are moved to its end."""
         return np.interp(x, x_ends, (LEFT, right)), np.interp(y, y_ends, (bottom, TOP))
 
-    def line(look: str, x1: float, y1: float, x2: float, y2: float) -> str:
-        return f'<line class="{look}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
+    def line(css: str, x1: float, y1: float, x2: float, y2: float) -> str:
+        return f'<line class="{css}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
 
-    def text(look: str, x: float, y: float, content: object) -> str:
-        return f'<text class="{look}" x="{x:.1f}" y="{y:.1f}">{content}</text>'
+    def text(css: str, x: float, y: float, content: object) -> str:
+        return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}">{content}</text>'
 
     box = f'viewBox="0 0 {size[0]} {size[1]}"'
     parts = [f'<svg class="chart" width="{size[0]}" height="{size[1]}" {box}>']
@@ -446,7 +443,7 @@ def plot(
         points = list(zip(*place(curve.x, curve.y), strict=True))
         ends = escape(f"{curve.label}: from {curve.y[0]:.4g} to {curve.y[-1]:.4g}")
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        parts += [f'<g class="{curve.look}"><title>{ends}</title>', f'<polyline points="{path}"/>']
+        parts += [f'<g class="{curve.css}"><title>{ends}</title>', f'<polyline points="{path}"/>']
         if curve.kind == "dots" or len(points) == 1:  # one point makes no line
             parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in points]
         parts.append("</g>")

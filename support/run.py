@@ -313,6 +313,7 @@ class Run:
             consumed_tokens=now.consumed_tokens,
             real_tokens=now.real_tokens,
             layer_tokens=now.layer_tokens,
+            positions=now.positions,
             flops=now.flops,
             tokens_per_s=round((now.real_tokens - before.real_tokens) / ms * 1e3, 1),
             epochs=round(epochs, 4),

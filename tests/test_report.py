@@ -28,7 +28,13 @@ def lines_of_a_run(flags="", losses=(3.0, 2.0), steps=4, ms=100.0, **start) -> l
     for step in range(1, steps + 1):
         at = {"step": step, "consumed_tokens": 100 * step}
         line = {"event": "train", **at, "real_tokens": 200 * step, "layer_tokens": 600 * step}
-        line |= {"loss": 9.0 / step, "grad_norm": 1.0, "lr": 0.1 / step, "kept_tokens": 64}
+        line |= {
+            "positions": 200 * step,
+            "loss": 9.0 / step,
+            "grad_norm": 1.0,
+            "lr": 0.1 / step,
+            "kept_tokens": 64,
+        }
         line |= {"max_piece_len": 256, "padding_share": 0.0, "ms": ms, "data_ms": 10.0}
         line |= {"flops": 1e9 * step, "tokens_per_s": 2000.0, "mfu": 0.25, "epochs": step / 10}
         lines.append(line)
@@ -79,7 +85,10 @@ def test_cost_to_reach_a_loss_is_interpolated_where_it_is_first_reached(make):
 def test_the_dropped_share_is_of_all_positions_including_padding(tmp_path):
     """600 layer-tokens ran: all of 3 layers x 200 positions, or half of 3 x 400."""
     for padding in (0.0, 0.5):
-        lines = [line | {"padding_share": padding} for line in lines_of_a_run()]
+        lines = lines_of_a_run()
+        for line in lines:
+            if "positions" in line:
+                line["positions"] *= 1 / (1 - padding)
         log = read_run(save_log(tmp_path, lines))
         assert log.steps["dropped_share"].tolist() == [padding] * 4
         cells, share = report.results_of([log]), f"{padding:.1%}<"
