@@ -66,8 +66,8 @@ CHARTS = {
     "mfu": ("MFU", "% of the peak", 100),
 }
 MEASURED = ("loss", "grad_norm", "padding_share", "ms", "tokens_per_s", "mfu")  # noisy: smoothed
-COLUMNS = ("step", "loss", "epochs", "consumed_tokens", "real_tokens", "layer_tokens", "positions")
-COLUMNS += ("flops",)
+CUMULATIVE = ("consumed_tokens", "real_tokens", "layer_tokens", "positions", "flops")
+COLUMNS = ("step", "loss", "epochs", *CUMULATIVE)
 AXIS = "consumed_tokens"  # horizontal axis of charts
 BITS = "bits per byte"
 # settings in which runs of one recipe may differ

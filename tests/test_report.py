@@ -28,13 +28,8 @@ def lines_of_a_run(flags="", losses=(3.0, 2.0), steps=4, ms=100.0, **start) -> l
     for step in range(1, steps + 1):
         at = {"step": step, "consumed_tokens": 100 * step}
         line = {"event": "train", **at, "real_tokens": 200 * step, "layer_tokens": 600 * step}
-        line |= {
-            "positions": 200 * step,
-            "loss": 9.0 / step,
-            "grad_norm": 1.0,
-            "lr": 0.1 / step,
-            "kept_tokens": 64,
-        }
+        line["positions"] = 200 * step
+        line |= {"loss": 9.0 / step, "grad_norm": 1.0, "lr": 0.1 / step, "kept_tokens": 64}
         line |= {"max_piece_len": 256, "padding_share": 0.0, "ms": ms, "data_ms": 10.0}
         line |= {"flops": 1e9 * step, "tokens_per_s": 2000.0, "mfu": 0.25, "epochs": step / 10}
         lines.append(line)

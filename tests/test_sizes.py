@@ -199,7 +199,7 @@ def test_a_dry_run_writes_nothing(store_dir, tmp_path, monkeypatch, capsys):
         both = r"^ahead: about \d+ steps, .*FLOP .*; without techniques: about (\d+) steps, .*FLOP"
         assert re.findall(both, output, re.MULTILINE) == steps  # offload changes nothing of this
     train.main(f"{SMALL} --data {store_dir} --tokens 4M --dry-run".split())
-    assert "epochs; text read more than 4 times" in capsys.readouterr().out
+    assert "(5.86 epochs); beyond 4 epochs, text teaches less each time" in capsys.readouterr().out
 
 
 def test_a_dry_run_of_an_existing_run_does_not_change_it(run_of, store_dir, capsys):
