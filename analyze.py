@@ -16,7 +16,7 @@ the shards, and all write to the same folder, on one machine or on a shared disk
 In reading order: metrics; the analysis: passes, sort and index; what training calls; the command.
 curriculum.py decides how difficult a sample may be.
 
-Paper: Li et al., arXiv 2212.03597.
+Paper: Li et al., arXiv 2212.03597
 
     python analyze.py --metric rarity,length --examples        # of the embedded corpus
     torchrun --nproc-per-node 2 analyze.py STORE --metric rarity --samples rows

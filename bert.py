@@ -212,10 +212,7 @@ def hide(tokens: np.ndarray, random: np.ndarray, special_ids: SpecialIds) -> np.
 
 
 def answers_of(pairs: np.ndarray) -> np.ndarray:
-    """Return (n,) answers: 0 if the second part belongs, 1 if it is foreign, IGNORE if none.
-
-    The published BERT uses the same numbers.
-    """
+    """Return (n,) answers as published: 0, the second part belongs; 1, foreign; IGNORE, no part."""
     is_foreign = pairs["second"] != pairs["start"] + pairs["first"]
     has_second = pairs["stop"] - pairs["start"] > pairs["first"]
     return np.where(has_second, is_foreign.astype(np.int64), IGNORE)

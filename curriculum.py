@@ -324,10 +324,7 @@ def parse_metric(config: CurriculumConfig, seq_len: int, packed: bool) -> Pacing
 
 
 def parse_pace(text: str) -> Pacing:
-    """Parse a pacing, in shares of a run.
-
-    Example: discrete:64@0.1:256 has the level 64 until 0.1 of the run, then 256
-    """
+    """Parse a pacing: discrete:64@0.1:256 has the level 64 until 0.1 of the run, then 256."""
     kind, _, details = text.partition(":")
     if text == "linear":
         return Pacing()

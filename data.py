@@ -88,14 +88,11 @@ class Samples:
     """Sample id -> span of the token store. A sample is a piece of text that fits one row.
 
     Each document is cut at multiples of `max_piece_len` from its start, so that each of its tokens
-    is a target exactly once per pass. For the kind `rows` the whole split is treated as one
-    document: rows of equal length, cut across documents, as GPTs are commonly trained without
-    packing.
+    is a target exactly once per pass. For the kind `rows` the whole split is one document, as GPTs
+    are commonly trained without packing.
 
-    The spans of rows are computed; the spans of pieces are a table of 16 bytes per sample. For a
-    large store the table is a file in its folder, written on first use and mapped into memory, so a
-    billion samples open as fast as a million. If the folder is read-only, each process holds a
-    table of its own.
+    The spans of rows are computed; those of pieces are a table, 16 bytes per sample. For a large
+    store the table is a file in its folder, written on first use and mapped into memory.
 
     Args:   kind    pieces | rows | bert | pairs: a BERT's pieces leave out end-of-text, and leave
                     room for its special tokens

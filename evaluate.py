@@ -233,9 +233,7 @@ class Evaluation:
         return is_target.flatten(), nats, torch.ones_like(nats), self.byte_lengths[targets]
 
     def total(self, of_each: list[DocumentScores]) -> HeldOut:
-        """Combine the results of all stores by weight, however long their texts are.
-
-        A text in which no byte was a target has no bits per byte, and is left out.
+        """Combine the results of all stores by weight, except texts without a byte as target.
 
         Example: 2 bits per byte with weight 0.75 and 1 with 0.25 are 1.75
         """

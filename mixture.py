@@ -162,8 +162,6 @@ class MixedSamples:
     """The training samples of a mixture, with the methods of `Samples` that plan.py calls.
 
     Sample ids continue from one store to the next, and so do the numbers of tokens.
-
-    Args: parts the `Samples` of each store
     """
 
     def __init__(self, store: Mixture, parts: Sequence):
@@ -199,10 +197,7 @@ class MixedSamples:
         return spans
 
     def passes(self, tokens: int) -> str:
-        """Say what share each store has, and how often a run of this many tokens reads it.
-
-        Example: wiki 70.0%, 0.32 passes; code 30.0%, 4.10 passes
-        """
+        """Say how often a run reads each store: wiki 70.0%, 0.32 passes; code 30.0%, 4.1 passes."""
         shown = []
         for number, part in enumerate(self.parts):
             name, weight = self.store.names[number], self.store.weights[number]

@@ -110,10 +110,7 @@ def pack_lengths(
 
 
 def histogram(lengths: np.ndarray, max_len: int) -> np.ndarray:
-    """Count the documents of each length, (max_len + 1,).
-
-    Example: histogram([3, 1, 3], 4) == [0, 1, 0, 2, 0]
-    """
+    """Count documents by length, (max_len + 1,): histogram([3, 1, 3], 4) == [0, 1, 0, 2, 0]."""
     for extreme in (lengths.min(initial=1), lengths.max(initial=1)):
         if not 1 <= extreme <= max_len:
             raise ValueError(f"a document of {extreme} tokens does not fit a row (1 to {max_len})")

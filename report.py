@@ -15,8 +15,7 @@ the 256 tokens of each row.
     4  chart   "Kept tokens of a row", against consumed tokens      charts_of, figure, plot
 
 A key of CHARTS is the field that its chart shows; to plot a field of your own, add a line there. A
-field that never changes gets no chart. Training loss is in bits per byte if all runs are GPTs with
-equal mean bytes per token. Dropped is 1 - layer_tokens / (--layers times all positions).
+field that never changes gets no chart.
 
 Runs whose settings differ only in the seed are one recipe: one row of numbers, with their mean and
 spread, and one colour. Only logs are read: no model, data or checkpoint. report.html holds the

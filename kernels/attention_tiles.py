@@ -32,13 +32,10 @@ HEAD_WIDTHS = (16, 32, 64, 128)
 def tiles(kernel: str, D: int, dtype: torch.dtype) -> dict[str, int]:
     """Return the sizes of the owned tile and the visited tiles, the warps, and the tiles in flight.
 
-    Of 30 choices, these were the fastest on an H200 or at most 10 % slower, for each kernel, for D
-    64 and 128, and for documents of a whole row, of about 200 tokens and of 64
-    (results/gpu-tiles.jsonl). In half precision they fit the 99 KiB that are the smallest shared
-    memory of compute capability 8.0, 8.9 and 9.0, with Triton 3.6, 3.7 and 3.9. They spill no
-    registers, except for a few in dkv with D 128, because dkv holds two sums
-    (tests/test_ahead_of_time.py). float32 takes twice the registers and has no matrix units;
-    `chosen_impl` never picks it.
+    Of 30 choices, these were the fastest on an H200 or at most 10 % slower, for each kernel and
+    length of documents (results/gpu-tiles.jsonl). In half precision they fit the smallest shared
+    memory of compute capability 8.0 to 9.0, and only dkv with D 128 spills some registers
+    (tests/test_ahead_of_time.py). float32 takes twice the registers; `chosen_impl` never picks it.
     """
     if dtype == torch.float32:
         return {"OWN": 32, "VISITED": 32, "num_warps": 4, "num_stages": 2}

@@ -212,10 +212,7 @@ def heights_of(name: str, named: Mapping[str, Tensor]) -> tuple[int, ...]:
 
 
 def state_bytes(named: Mapping[str, Tensor], muon: bool, shards: int = 1) -> dict[str, int]:
-    """Return the bytes of weights, gradients and optimizer state on one rank.
-
-    Args: shards how many ranks share the rows of each parameter (--fsdp)
-    """
+    """Return the bytes that a rank holds of parameters whose rows `shards` ranks share."""
     weights = state = 0
     for name, tensor in named.items():
         size = tensor[: -(-len(tensor) // shards)].nbytes

@@ -7,8 +7,9 @@
 
 A run is killed after step 320; its newest checkpoint is of step 293. `train.py --resume`:
 
-    config.parse_or_resume  takes the settings from config.json. Flags that only say where and how
-                            fast to run may differ (`free` in their group); --tokens may grow
+    config.parse_or_resume  takes the settings from config.json; --resume auto starts a run if there
+                            is none. Flags that only say where and how fast to run may differ
+                            (`free` in their group); --tokens may grow
     Run.restore             locks the folder, refuses another text, reads step-00000293.pt (--resume
                             best: the best one; never an older one instead of a damaged one)
     train.assemble          makes model and optimizers from it. There is no random state to restore:

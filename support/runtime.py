@@ -248,10 +248,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 
 
 def check_agreement(runtime: Runtime, named: dict[str, Tensor]) -> None:
-    """Refuse to continue if ranks hold different bits of a tensor.
-
-    Sharded tensors are skipped, because no two ranks hold the same rows.
-    """
+    """Refuse to continue if ranks hold different bits of a tensor that is not sharded."""
     whole = {name: tensor for name, tensor in named.items() if not hasattr(tensor, "to_local")}
     if runtime.world_size > 1 and whole:
         # Some tensors may be on the host: stacked on the device, all are read at once.

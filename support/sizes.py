@@ -15,10 +15,9 @@
 
 These are the FLOPs that the model needs, forward and backward (arXiv 2204.02311, appendix B).
 Anything computed a second time, as with --checkpoint-activations, does not count, nor do Muon's
-matrix products, nor scores that a mask hides (on a CPU 8 % of a packed step in rows of 256, none in
-rows of 2,048). Padding counts, because it is multiplied. MFU is the rate of these FLOPs as a share
-of the peak in the GPU's data sheet. The memory of activations is not estimated: if the device runs
-out of memory, train.py says which flag to change.
+matrix products, nor scores that a mask hides. Padding counts, because it is multiplied. MFU is the
+rate of these FLOPs as a share of the peak in the GPU's data sheet. The memory of activations is not
+estimated.
 """
 
 import re
