@@ -23,9 +23,9 @@ def announce(plan: Plan, run: Run, micro_batch: int) -> None:
 
     Args: micro_batch rows that a rank runs through the model together
     """
-    s, say = plan.settings, plan.runtime.say
-    name = f"from {s.model.init}" if s.model.init else s.model.size
-    say(f"{s.model.model} {name}: {parameters_in_words(plan.model)}, {plan.runtime.why}")
+    settings, say = plan.settings, plan.runtime.say
+    name = f"from {settings.model.init}" if settings.model.init else settings.model.size
+    say(f"{settings.model.model} {name}: {parameters_in_words(plan.model)}, {plan.runtime.why}")
     say(f"memory: {memory(plan)}")
     say(f"batch: {batch(plan, micro_batch)}")
     say(f"data: {data(plan)}")
@@ -36,12 +36,13 @@ def announce(plan: Plan, run: Run, micro_batch: int) -> None:
 
 def memory(plan: Plan) -> str:
     """Say what weights, gradients and optimizer state take, and with --fsdp a checkpoint."""
-    s, ranks = plan.settings, plan.runtime.world_size
-    named, muon = dict(empty_model(plan.model).named_parameters()), s.optim.optimizer == "muon"
-    sizes = state_bytes(named, muon, shards=ranks if s.run.fsdp else 1)
+    settings, ranks = plan.settings, plan.runtime.world_size
+    named = dict(empty_model(plan.model).named_parameters())
+    muon = settings.optim.optimizer == "muon"
+    sizes = state_bytes(named, muon, shards=ranks if settings.run.fsdp else 1)
     text = ", ".join(f"{kind} {size / 1e6:,.1f} MB" for kind, size in sizes.items())
     text = f"{text}, and activations"
-    if not s.run.fsdp:
+    if not settings.run.fsdp:
         return text
     whole = state_bytes(named, muon)
     checkpoint = short(whole["weights"] + whole["optimizer"], "B")
@@ -50,19 +51,19 @@ def memory(plan: Plan) -> str:
 
 def batch(plan: Plan, micro_batch: int) -> str:
     """Say how many rows a step has, and how attention keeps the documents of a row apart."""
-    s, runtime = plan.settings, plan.runtime
+    settings, runtime = plan.settings, plan.runtime
     text = f"{several(plan.rows_per_step, 'row')} of {plan.seq_len} tokens a step"
     text = f"{text}, in micro-batches of {several(micro_batch, 'row')}"
     if runtime.world_size > 1:
         text = f"{text} on each of {runtime.world_size} ranks"
-    if not s.pack.on and s.model.model == "gpt":
+    if not settings.pack.on and settings.model.model == "gpt":
         return text  # each row is one document, without padding
     impl = chosen_impl(
         runtime.device.type,
         runtime.dtype,
         head_width=plan.model.head_width,
         dropout=plan.model.dropout,
-        compiled=s.run.compile == "on",
+        compiled=settings.run.compile == "on",
     )
     return f"{text}; attention: {impl}, {IMPLS[impl]}"
 

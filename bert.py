@@ -25,6 +25,7 @@ embeddings tell the parts apart; here a piece is cut at any token, and [SEP] sep
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -39,11 +40,11 @@ from data import (
     Rows,
     Samples,
     as_pieces,
-    as_rows,
     equal_pieces,
     indices_in_batch,
     loss_divisor,
     numbered,
+    scattered,
 )
 from kernels.cross_entropy import IGNORE, linear_cross_entropy, token_losses
 from mixture import AnyStore
@@ -115,47 +116,50 @@ class BertTask:
     def batch(
         self, store: AnyStore, rows: Rows, seq_len: int, all_rows: Rows, *key: object
     ) -> BertBatch:
-        """Mask tokens, and set the answers of pairs as targets of their [CLS]."""
-        B, T, are_pairs = len(rows), seq_len, rows.pieces.dtype == PAIR
-        start = rows.pieces["start"]
+        """Add special tokens and mask others; answers of pairs are the targets of their [CLS]."""
+        are_pairs = rows.pieces.dtype == PAIR
         lengths = rows.lengths + ADDED_TOKENS["pairs" if are_pairs else "bert"]
-        piece, position, at = indices_in_batch(rows, lengths, T)
-        is_cls, is_sep = position == 0, position == lengths[piece] - 1
-        place = start[piece] + position - 1  # in the store
-        if are_pairs:
-            first = rows.pieces["first"][piece]
-            is_sep |= position == first + 1
-            second = rows.pieces["second"][piece] + position - first - 2
-            place = np.where(position > first + 1, second, place)
-        text = store.tokens.take(place, mode="clip").astype(np.int64)
-        text[is_cls], text[is_sep] = self.special_ids.cls, self.special_ids.sep
-        store.check_tokens(text.max(initial=0))
-        tokens, targets = np.full(B * T, store.meta["end_of_text"]), np.full(B * T, IGNORE)
-        positions, doc_ids = np.zeros(B * T, np.int64), np.full(B * T, -1)
-        tokens[at], positions[at] = text, position
-        doc_ids[at] = numbered(np.diff(rows.offsets))[piece]
-
-        # The random numbers of a token depend on its place in the store, not on its row.
-        is_text = np.flatnonzero(~(is_cls | is_sep))
-        seeds = torch.tensor([seed_of(*key, use) for use in ("which", "what")])
-        numbers = torch.from_numpy(place[is_text] + 1)
-        which, what = bits(seeds, numbers, 1).squeeze(2).numpy()
-        chosen = choose(piece[is_text], which, rows.lengths)
-        masked = at[is_text[chosen]]
-        targets[masked] = tokens[masked]
-        tokens[masked] = hide(tokens[masked], what[chosen], self.special_ids)
-
+        piece, position, at = indices_in_batch(rows, lengths, seq_len)
+        place = places_in_store(rows.pieces, lengths, piece, position)
+        tokens = store.tokens.take(place, mode="clip").astype(np.int64)
+        tokens[place == AT_CLS], tokens[place == AT_SEP] = (
+            self.special_ids.cls,
+            self.special_ids.sep,
+        )
+        store.check_tokens(tokens.max(initial=0))
+        targets = np.full(len(tokens), IGNORE)
+        masked, hidden = self.mask(tokens, place, piece, *key)
+        targets[masked], tokens[masked] = tokens[masked], hidden
         answers = None
         if are_pairs:
-            targets[at[is_cls]] = answers_of(rows.pieces)
-            answers = torch.from_numpy(at[is_cls & (targets[at] != IGNORE)])
+            targets[place == AT_CLS] = answers_of(rows.pieces)
+            answers = torch.from_numpy(at[(place == AT_CLS) & (targets != IGNORE)])
+        scatter = partial(scattered, at, (len(rows), seq_len))
+        doc_ids = scatter(numbered(np.diff(rows.offsets))[piece], fill=-1)
         batch = BertBatch(
-            *as_rows(B, tokens, targets, positions, doc_ids),
+            tokens=scatter(tokens, fill=store.meta["end_of_text"]),
+            targets=scatter(targets, fill=IGNORE),
+            positions=scatter(position, fill=0),
+            doc_ids=doc_ids,
             is_plain=not doc_ids.any(),
-            masked=torch.from_numpy(masked),
+            masked=torch.from_numpy(at[masked]),
             answers=answers,
         )
         return self.weighted(batch, all_rows) if are_pairs or self.per_piece else batch
+
+    def mask(
+        self, tokens: np.ndarray, place: np.ndarray, piece: np.ndarray, *key: object
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Choose tokens to predict; return their indices (n,), and what the model reads there.
+
+        The random numbers of a token depend on its place in the store, not on its row.
+        """
+        is_text = np.flatnonzero(place >= 0)
+        seeds = torch.tensor([seed_of(*key, use) for use in ("which", "what")])
+        which, what = bits(seeds, torch.from_numpy(place[is_text] + 1), 1).squeeze(2).numpy()
+        chosen = choose(piece[is_text], which)
+        masked = is_text[chosen]
+        return masked, hide(tokens[masked], what[chosen], self.special_ids)
 
     def weighted(self, batch: BertBatch, all_rows: Rows) -> BertBatch:
         """Set the weights of the targets.
@@ -174,7 +178,26 @@ class BertTask:
         return replace(batch, weights=weights)
 
 
-# ---- masks
+# ---- special tokens and masks
+
+AT_CLS, AT_SEP = -1, -2  # in place of a place in the store
+
+
+def places_in_store(
+    pieces: np.ndarray, lengths: np.ndarray, piece: np.ndarray, position: np.ndarray
+) -> np.ndarray:
+    """Find where in the store each token (m,) of the rows comes from; AT_CLS or AT_SEP if nowhere.
+
+    Args: lengths (n,) of the pieces, with their special tokens
+    """
+    place = pieces["start"][piece] + position - 1
+    is_sep = position == lengths[piece] - 1
+    if pieces.dtype == PAIR:
+        in_second = position - pieces["first"][piece] - 2  # after the first part and its [SEP]
+        place = np.where(in_second >= 0, pieces["second"][piece] + in_second, place)
+        is_sep |= in_second == -1
+    place[is_sep], place[position == 0] = AT_SEP, AT_CLS
+    return place
 
 
 def masked_tokens(tokens: np.ndarray) -> np.ndarray:
@@ -185,14 +208,14 @@ def masked_tokens(tokens: np.ndarray) -> np.ndarray:
     return np.maximum(np.floor(MASKED * tokens + 0.5).astype(np.int64), 1)
 
 
-def choose(piece: np.ndarray, random: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def choose(piece: np.ndarray, random: np.ndarray) -> np.ndarray:
     """Choose which tokens are masked: in each piece, those with the smallest random numbers.
 
-    Args:    piece   (n,) the piece of each token, ascending
-             random  (n,) numbers
-             lengths tokens of each piece
+    Args:    piece  (n,) the piece of each token, ascending
+             random (n,) numbers
     Returns: (m,) indices of tokens, ascending
     """
+    lengths = np.bincount(piece)
     order = np.lexsort((random, piece))  # piece by piece, shuffled within each
     return np.sort(order[numbered(lengths) < np.repeat(masked_tokens(lengths), lengths)])
 

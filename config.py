@@ -106,69 +106,74 @@ def resumed(saved: Flat, given: Flat) -> Flat:
             now = as_given(setting.flag, value)
             raise ValueError(f"{now} differs from {before}, with which the run was started")
     # when a technique is switched off now, drop its other settings too
-    off = tuple(n.removesuffix("on") for n, v in given.items() if n.endswith(".on") and not v)
-    return {n: v for n, v in (saved | given).items() if n in given or not n.startswith(off)}
+    off = {group_of(n) for n, v in given.items() if n.endswith(".on") and not v}
+    return {n: v for n, v in (saved | given).items() if n in given or group_of(n) not in off}
 
 
-def build(settings: Flat, will_run: bool = True, file: str = "") -> Config:
-    """Turn settings {"group.field": value} into a checked Config, with every default filled in.
+def group_of(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def build(flat: Flat, will_run: bool = True, file: str = "") -> Config:
+    """Turn flat settings {"group.field": value} into a checked Config with every default.
 
     Args: will_run False to read the settings of a past run: combinations are not checked again
           file     where the settings come from, for messages
     """
-    check_limits(Config, settings, file)
-    config = unflattened(Config, with_defaults(settings))
-    model, seq_len = config.model, config.data.seq_len
+    check_limits(Config, flat, file)
+    settings = unflattened(Config, with_defaults(flat))
+    model, seq_len = settings.model, settings.data.seq_len
     is_bert = model.model == "bert"
-    if config.ltd.on:
-        config = replace(config, ltd=ltd.resolved(config.ltd, seq_len, model.layers))
-    if config.pack.on:
-        config = replace(config, pack=packing.resolved(config.pack, seq_len, is_bert))
-    if config.pseudo.on:
-        config = replace(config, pseudo=pseudo.resolved(config.pseudo, model.layers, model.init))
+    if settings.ltd.on:
+        settings = replace(settings, ltd=ltd.resolved(settings.ltd, seq_len, model.layers))
+    if settings.pack.on:
+        settings = replace(settings, pack=packing.resolved(settings.pack, seq_len, is_bert))
+    if settings.pseudo.on:
+        shadow = pseudo.resolved(settings.pseudo, model.layers, model.init)
+        settings = replace(settings, pseudo=shadow)
     if will_run:
-        check(config)
-    return config
+        check(settings)
+    return settings
 
 
-def shared_by_ranks(config: Config) -> Flat:
+def shared_by_ranks(settings: Config) -> Flat:
     """Return the settings that must be the same on all ranks, {flag: value}.
 
     Paths may differ; what the files hold is compared when they are read.
     """
-    shared = flattened(config)
+    shared = flattened(settings)
     for path in ("data.data", "data.tokenizer", "model.init", "run.out"):
         del shared[path]
     return {settings_of(Config)[name].flag or name: value for name, value in shared.items()}
 
 
-def samples_kind(config: Config) -> str:
+def samples_kind(settings: Config) -> str:
     """Tell what a sample is: a piece of a document (for a BERT, or to pack), or a row of text."""
-    if config.model.model == "bert":
-        return "pairs" if config.model.nsp else "bert"
-    return "pieces" if config.pack.on else "rows"
+    if settings.model.model == "bert":
+        return "pairs" if settings.model.nsp else "bert"
+    return "pieces" if settings.pack.on else "rows"
 
 
 Task = GptTask | BertTask
 
 
-def task_of(config: Config, encoding: tiktoken.Encoding) -> Task:
+def task_of(settings: Config, encoding: tiktoken.Encoding) -> Task:
     """Choose what the model learns: how rows become a Batch, and what their targets are."""
-    per_piece = config.optim.loss_per == "document"
-    if config.model.model == "bert":
-        return BertTask(SpecialIds.of(encoding), config.model.nsp, per_piece)
+    per_piece = settings.optim.loss_per == "document"
+    if settings.model.model == "bert":
+        return BertTask(SpecialIds.of(encoding), settings.model.nsp, per_piece)
     return GptTask(per_piece)
 
 
 def transformer_config(
-    config: Settings, vocab_size: int, positions: int | None = None
+    settings: Settings, vocab_size: int, positions: int | None = None
 ) -> TransformerConfig:
     """Return the dimensions of the model, with as many learned positions as --size says.
 
     Args: positions how many learned positions published weights have; None without such weights
     """
-    m, is_bert = config.model, config.model.model == "bert"
-    longest = SIZES[m.size].seq_len if m.pos == "learned" else config.data.seq_len
+    m, is_bert = settings.model, settings.model.model == "bert"
+    longest = SIZES[m.size].seq_len if m.pos == "learned" else settings.data.seq_len
     dimensions = dict(
         layers=m.layers,
         heads=m.heads,
@@ -188,41 +193,41 @@ def transformer_config(
     return BertConfig(nsp=m.nsp, **dimensions) if is_bert else TransformerConfig(**dimensions)
 
 
-def check(config: Config) -> None:
+def check(settings: Config) -> None:
     """Raise ValueError for a value or combination that cannot work, before allocating memory."""
-    model, optim, seq_len = config.model, config.optim, config.data.seq_len
+    model, optim, seq_len = settings.model, settings.optim, settings.data.seq_len
     size, batch_tokens, tokens = SIZES[model.size], optim.batch_tokens, optim.tokens
     if seq_len > size.seq_len and model.pos == "learned" and model.init is None:
         longest = f"the {size.seq_len} positions of --size {model.size}"
         raise ValueError(f"--seq-len {seq_len} is more than {longest}: choose less, or --pos rope")
     if batch_tokens % seq_len:
         raise ValueError(f"--batch-tokens {batch_tokens} is no multiple of --seq-len {seq_len}")
-    if batch_tokens > max(tokens, size.batch_tokens):
-        raise ValueError(f"--batch-tokens {batch_tokens} must be at most --tokens {tokens}")
+    if batch_tokens > (most := max(tokens, size.batch_tokens)):
+        raise ValueError(f"--batch-tokens {batch_tokens} must be at most {most}")
     if optim.warmup_tokens >= tokens:
         raise ValueError(f"--warmup-tokens {optim.warmup_tokens} must be below --tokens {tokens}")
     if model.size.startswith("bert") and model.model != "bert":
         raise ValueError(f"--size {model.size} is a BERT: add --model bert, or choose a GPT's size")
-    if config.run.wandb and find_spec("wandb") is None:
+    if settings.run.wandb and find_spec("wandb") is None:
         raise ValueError("--wandb needs the package wandb: pip install -e '.[wandb]'")
-    if config.run.fsdp and config.offload.on:
+    if settings.run.fsdp and settings.offload.on:
         raise ValueError("--fsdp shards what --offload would move: leave out one of them")
-    is_mixture = bool(config.data.data and entries_of(config.data.data))
+    is_mixture = bool(settings.data.data and entries_of(settings.data.data))
     if model.nsp:
         if model.model != "bert":
             raise ValueError("--nsp needs a BERT: add --model bert")
         if is_mixture:
             raise ValueError("--nsp pairs the texts of one store, but --data names several")
-        if config.pack.batch != "rows" and batch_tokens < 2 * seq_len:
+        if settings.pack.batch != "rows" and batch_tokens < 2 * seq_len:
             raise ValueError(f"--nsp pairs rows, but --batch-tokens {batch_tokens} is one row")
-    if config.curriculum.on:
-        metrics = config.curriculum.metrics
+    if settings.curriculum.on:
+        metrics = settings.curriculum.metrics
         if is_mixture and not {*metrics} <= {*LENGTHS}:
             names = ",".join(metrics)
             raise ValueError(f"--curriculum {names} sorts one store, but --data names several")
-        curriculum.parse_metrics(config.curriculum, seq_len, config.pack.on)
-        analyze.check_metrics(metrics, seq_len, samples_kind(config))
-    transformer_config(config, vocab_size=1)  # raises for heads that do not divide the width
+        curriculum.parse_metrics(settings.curriculum, seq_len, settings.pack.on)
+        analyze.check_metrics(metrics, seq_len, samples_kind(settings))
+    transformer_config(settings, vocab_size=1)  # raises for heads that do not divide the width
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ same rows (bert.py), and several stores are read as one by mixture.py.
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -112,8 +113,8 @@ class Samples:
         self.start, self.stop = ends.tolist()
         self.table = None if kind == "rows" else self.span_table()
         if len(self) == 0:
-            lacks = f"no {SPLITS[split]} document"
-            raise ValueError(f"{store.path} has {lacks}: prepare it with another --holdout")
+            which = SPLITS[split]
+            raise ValueError(f"{store.path} has no {which} document: use another --holdout")
 
     def span_table(self) -> np.ndarray:
         """Compute or open the spans of all samples, (N, 2) int64."""
@@ -121,8 +122,8 @@ class Samples:
         if at_most <= IN_MEMORY or not os.access(self.store.path, os.W_OK):
             return np.concatenate([np.empty((0, 2), np.int64), *self.blocks_of_spans()])
         name = f"bare-{self.split}" if self.without_eot else self.split
-        text = self.store.meta["sha256"]["documents.idx"][:16]
-        file = self.store.path / f"{name}-{self.max_piece_len}-{text}.spans"
+        digest = self.store.meta["sha256"]["documents.idx"][:16]
+        file = self.store.path / f"{name}-{self.max_piece_len}-{digest}.spans"
         count = -(-len(self.documents) // DOCUMENTS_AT_ONCE)
         if not file.exists():
             with atomic_write(file) as out:
@@ -214,10 +215,6 @@ class Rows:
 
     pieces: np.ndarray  # (n,) a table with the fields of PIECE, and perhaps more (bert.py)
     offsets: np.ndarray  # (R + 1,)
-
-    @classmethod
-    def of_single_pieces(cls, pieces: np.ndarray) -> "Rows":
-        return cls(pieces, np.arange(len(pieces) + 1))
 
     @classmethod
     def join(cls, parts: "list[Rows]") -> "Rows":
@@ -339,22 +336,24 @@ def collate(store: AnyStore, rows: Rows, seq_len: int) -> Batch:
 
     Raises: ValueError for a store with a token outside its vocabulary
     """
-    B, T = len(rows), seq_len
-    start, end_of_text = rows.pieces["start"], store.meta["end_of_text"]
-    piece, position, at = indices_in_batch(rows, rows.lengths, T)
-    place = start[piece] + position  # in the store
+    end_of_text = store.meta["end_of_text"]
+    piece, position, at = indices_in_batch(rows, rows.lengths, seq_len)
+    place = rows.pieces["start"][piece] + position  # in the store
     text = store.tokens.take(place, mode="clip")
     before = store.tokens.take(place - 1, mode="clip")
     before[place == 0] = end_of_text
-    tokens, targets = np.full(B * T, end_of_text), np.full(B * T, IGNORE)
-    positions, doc_ids = np.zeros(B * T, np.int64), np.full(B * T, -1)
-    tokens[at], positions[at] = before, position
-    targets[at] = np.where(position < rows.pieces["seen"][piece], IGNORE, text.astype(np.int64))
-    doc_ids[at] = numbered(np.diff(rows.offsets))[piece]
     store.check_tokens(text.max(initial=0))
-    # In plain rows there is neither padding, which is -1, nor a second piece.
-    is_plain = not doc_ids.any()
-    return Batch(*as_rows(B, tokens, targets, positions, doc_ids), is_plain=is_plain)
+    targets = np.where(position < rows.pieces["seen"][piece], IGNORE, text.astype(np.int64))
+    scatter = partial(scattered, at, (len(rows), seq_len))
+    doc_ids = scatter(numbered(np.diff(rows.offsets))[piece], fill=-1)
+    return Batch(
+        tokens=scatter(before, fill=end_of_text),
+        targets=scatter(targets, fill=IGNORE),
+        positions=scatter(position, fill=0),
+        doc_ids=doc_ids,
+        # In plain rows there is neither padding, which is -1, nor a second piece.
+        is_plain=not doc_ids.any(),
+    )
 
 
 def indices_in_batch(
@@ -376,9 +375,11 @@ def indices_in_batch(
     return piece, position, begins[piece] + position
 
 
-def as_rows(rows: int, *arrays: np.ndarray) -> list[Tensor]:
-    """Turn arrays (B T,) into tensors (B, T)."""
-    return [torch.from_numpy(array.reshape(rows, -1)) for array in arrays]
+def scattered(at: np.ndarray, shape: tuple[int, int], values: np.ndarray, fill: int) -> Tensor:
+    """Return a tensor (B, T) with the values (m,) at the indices `at` (m,), elsewhere `fill`."""
+    filled = np.full(shape, fill, np.int64)
+    filled.reshape(-1)[at] = values
+    return torch.from_numpy(filled)
 
 
 def equal_pieces(is_target: Tensor, doc_ids: Tensor) -> Tensor:

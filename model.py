@@ -124,6 +124,8 @@ class Batch:
     weights: Tensor | None = None  # of each target in the loss; None: 1 for each
     is_plain: bool = False  # every row is filled by a single piece
 
+    INTEGERS: ClassVar = ("tokens", "targets", "positions", "doc_ids")
+
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """The arguments of `Transformer.forward`. Plain rows need no mask for their documents."""
@@ -132,30 +134,17 @@ class Batch:
         return self.tokens, self.positions, self.doc_ids
 
     def rows(self, part: slice) -> "Batch":
-        return replace(
-            self,
-            tokens=self.tokens[part],
-            targets=self.targets[part],
-            positions=self.positions[part],
-            doc_ids=self.doc_ids[part],
-            weights=None if self.weights is None else self.weights[part],
-        )
+        parts = {name: getattr(self, name)[part] for name in self.INTEGERS}
+        return replace(self, **parts, weights=None if self.weights is None else self.weights[part])
 
     def to(self, device: torch.device) -> "Batch":
         """Copy the batch to a device, all its integers in one transfer."""
         if self.tokens.device.type == device.type:
             return self
-        integers = torch.stack((self.tokens, self.targets, self.positions, self.doc_ids))
-        tokens, targets, positions, doc_ids = on_device(integers, device)  # (B, T) each
+        integers = torch.stack([getattr(self, name) for name in self.INTEGERS])
+        moved = dict(zip(self.INTEGERS, on_device(integers, device), strict=True))
         weights = None if self.weights is None else on_device(self.weights, device)
-        return replace(
-            self,
-            tokens=tokens,
-            targets=targets,
-            positions=positions,
-            doc_ids=doc_ids,
-            weights=weights,
-        )
+        return replace(self, **moved, weights=weights)
 
 
 BlockRunner = Callable[[int, "Block", Tensor, "TokenMeta"], Tensor]

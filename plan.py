@@ -18,14 +18,14 @@ needs only their lengths, and then reads its own. A keyed permutation turns the 
 into a sample, so a run that was killed continues with the rows it would have read.
 
 Here a window is one step, as it is without --pack. A packed GPT's steps share windows by default:
-the samples of 16 steps (with 4 rows per step, 64 draws) are packed together, into 10 rows in this
-example, under the stage at which the window begins. The clock's cursor holds the first draw of the
+the samples of 16 steps are packed together, under the stage at which the window begins. With 4 rows
+per step, 64 draws fill 36 rows of this example. The clock's cursor holds the first draw of the
 window, how many of its rows have been used, at how many consumed tokens it was drawn, and the draw
 at which the shuffle of the present pool began.
 
     step 1   first_draw 0, row 0       reads rows 0 to 3 of the window
-         3   first_draw 0, row 8       8 and 9, then 0 and 1 of the window from draw 64
-         4   first_draw 64, row 2      2 to 5
+         9   first_draw 0, row 32      its last four; a step may also begin the next window
+        10   first_draw 64, row 0      rows 0 to 3 of the window from draw 64
 """
 
 import math
@@ -231,18 +231,18 @@ class Plan:
             longest = int((stop - start).max()) + self.special_tokens
             seq_len = min(-(-longest // MULTIPLE) * MULTIPLE, seq_len)
         pieces = self.task.pieces(np.stack((start, stop), axis=1), *key)
-        return Window(Rows.of_single_pieces(pieces), seq_len, stage, after)
+        return Window(Rows(pieces, np.arange(len(pieces) + 1)), seq_len, stage, after)
 
     # ---- what they cost
 
     def context_at(self, clock: Clock) -> StepContext:
-        s = self.settings
+        settings = self.settings
         return StepContext(
-            seed=s.run.seed,
+            seed=settings.run.seed,
             step=clock.step + 1,
-            progress=min(clock.consumed_tokens / s.optim.schedule_tokens, 1.0),
+            progress=min(clock.consumed_tokens / settings.optim.schedule_tokens, 1.0),
             seq_len=self.seq_len,
-            layers=s.model.layers,
+            layers=settings.model.layers,
         )
 
     def tokens_by_layer(self, context: StepContext, seq_len: int) -> list[int]:
@@ -301,7 +301,7 @@ class Plan:
         """Estimate the rest of the run, by planning one window at each of 40 points of it."""
         budget = self.settings.optim.tokens - clock.consumed_tokens
         steps = tokens = flops = 0.0
-        for point in range(FORECAST_POINTS):
+        for point in range(FORECAST_POINTS):  # the middle of each fortieth of the rest
             consumed = clock.consumed_tokens + (2 * point + 1) * budget // (2 * FORECAST_POINTS)
             draws = clock.cursor.first_draw + point * self.rows_per_step * WINDOW_STEPS
             cursor = self.cursor_at(consumed, clock.cursor._replace(first_draw=draws, row=0))

@@ -438,8 +438,8 @@ def main(argv: list[str] | None = None) -> None:
     if out.exists():
         raise ValueError(f"--out {out}: exists already: remove it or name another folder")
     unused = {"tokens_dtype"} if inputs else {"learn_ranks", "split_on", "text_column"}
-    for name in sorted(unused & given.keys()):
-        raise ValueError(f"--{name.replace('_', '-')} has no effect here: leave it out")
+    if wrong := sorted(unused & given.keys()):
+        raise ValueError(f"--{wrong[0].replace('_', '-')} has no effect here: leave it out")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that atomic_folder tidies up
     if "learn_ranks" in given:
         if out.suffix != ".tiktoken" or not out.absolute().parent.is_dir():

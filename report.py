@@ -142,8 +142,9 @@ def recipes_of(logs: Sequence[RunLog]) -> Recipes:
 def write_page(*folders: Path, out: Path | None = None, loss: float | None = None) -> Path:
     """Write a page about these runs to `out` (default: report.html, for one run in its folder)."""
     file = out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
+    text = page([read_run(folder) for folder in folders], loss)
     with atomic_write(file) as stream:
-        stream.write(page([read_run(folder) for folder in folders], loss).encode())
+        stream.write(text.encode())
     return file
 
 

@@ -70,7 +70,7 @@ from support.sizes import empty_model, micro_batch_rows, parameter_count, peak_f
 from support.weights import initial_model, model_size
 
 SAMPLE_TOKENS = 100  # generated at the end of a run
-MOST_CODES = 256  # versions of a block that torch.compile may make, one for each new shape
+MOST_SHAPES = 256  # versions of a block that torch.compile may make, one for each new shape
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -100,20 +100,20 @@ def run_training(run: Run, data: Data, micro_batch: int) -> int:
     Args:    micro_batch rows of a micro-batch, at full length
     Returns: the exit status
     """
-    s, runtime = run.settings, run.runtime
-    shape = config.transformer_config(s, *run.size)
-    plan = Plan(s, data.store, config.task_of(s, data.encoding), runtime, shape)
+    settings, runtime = run.settings, run.runtime
+    shape = config.transformer_config(settings, *run.size)
+    plan = Plan(settings, data.store, config.task_of(settings, data.encoding), runtime, shape)
     state = run.restore() if run.started else None
     if run.started and runtime.on_rank0(run.has_ended):
-        runtime.say(f"{run.folder} is finished: its {s.optim.tokens:,} tokens are consumed")
+        runtime.say(f"{run.folder} is finished: its {settings.optim.tokens:,} tokens are consumed")
         return 0
-    if s.offload.on:
-        muon = s.optim.optimizer == "muon"
-        offload.preview(s.offload, models_to_come(run, shape), runtime, muon)
+    if settings.offload.on:
+        muon = settings.optim.optimizer == "muon"
+        offload.preview(settings.offload, models_to_come(run, shape), runtime, muon)
     announce(plan, run, micro_batch)
-    if is_compiled(s, runtime):
+    if is_compiled(settings, runtime):
         runtime.say("compile: blocks are compiled as their shapes come, which takes seconds")
-    if s.run.dry_run:
+    if settings.run.dry_run:
         return 0
     trainer = first_trainer(run, shape, micro_batch, state)
     del state  # free its memory
@@ -133,31 +133,31 @@ def run_training(run: Run, data: Data, micro_batch: int) -> int:
     return 128 + stopped_by
 
 
+def models_to_come(run: Run, shape: TransformerConfig) -> list[Transformer]:
+    """The whole model and that of every stage of --pseudo from now on, without their weights."""
+    settings, models = run.settings, [empty_model(shape)]
+    if settings.pseudo.on:
+        progress = run.clock.consumed_tokens / settings.optim.schedule_tokens
+        for owners in pseudo.owners_to_come(settings.pseudo, settings.model.layers, progress):
+            models.append(pseudo.share_weights(empty_model(shape), owners))
+    return models
+
+
 def first_trainer(
     run: Run, shape: TransformerConfig, micro_batch: int, state: dict | None
 ) -> "Trainer":
     """Make the trainer that a run starts with, from a checkpoint's state if it resumes."""
-    s, runtime = run.settings, run.runtime
-    model = empty_model(shape) if state else initial_model(shape, s, runtime.say)
-    if s.model.init and not state:  # each machine reads its own file: they must be the same
+    settings, runtime = run.settings, run.runtime
+    model = empty_model(shape) if state else initial_model(shape, settings, runtime.say)
+    if settings.model.init and not state:  # each machine reads its own file: they must be the same
         bits = sum(sum_of_bits(tensor).item() for tensor in model.state_dict().values())
         runtime.check_same({"the weights of --init": bits})
     try:
-        return assemble(s, model=model, runtime=runtime, micro_batch=micro_batch, state=state)
+        return assemble(settings, model, runtime, micro_batch=micro_batch, state=state)
     except ValueError as error:
         if state is None:
             raise
         raise ValueError(f"{run.resumed_from}: {error}") from None
-
-
-def models_to_come(run: Run, shape: TransformerConfig) -> list[Transformer]:
-    """The whole model and that of every stage of --pseudo from now on, without their weights."""
-    s, models = run.settings, [empty_model(shape)]
-    if s.pseudo.on:
-        progress = run.clock.consumed_tokens / s.optim.schedule_tokens
-        for owners in pseudo.owners_to_come(s.pseudo, s.model.layers, progress):
-            models.append(pseudo.share_weights(empty_model(shape), owners))
-    return models
 
 
 def train(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> int:
@@ -165,15 +165,15 @@ def train(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> int:
 
     Returns: 0, or the number of the signal that stopped the run, after saving a checkpoint
     """
-    s, runtime = run.settings, run.runtime
-    evaluation, peak = held_out(s, data, s.run.eval_tokens), peak_flops(runtime)
+    settings, runtime = run.settings, run.runtime
+    evaluation, peak = held_out(settings, data, settings.run.eval_tokens), peak_flops(runtime)
     has_noted = False
     with StopSignal() as stop, run.progress_bar() as bar:
         if evaluate_if_due(run, trainer, evaluation):
             run.save(trainer.state(), trainer.optimizers.named)
         for step, waited_ms in read_ahead(plan, run.clock):
             began = time.perf_counter()
-            if s.pseudo.on:
+            if settings.pseudo.on:
                 enter_stage(trainer, step, run.log)
             done = trainer.train_step(step)
             run.advance(step.after)
@@ -189,7 +189,7 @@ def train(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> int:
                 run.save(trainer.state(), trainer.optimizers.named)
                 return stop.number or signal.SIGTERM
             is_best = evaluate_if_due(run, trainer, evaluation)
-            is_due = due(s.run.checkpoint_every, step.before, step.after)
+            is_due = due(settings.run.checkpoint_every, step.before, step.after)
             if is_best or is_due or run.budget_is_consumed:
                 run.save(trainer.state(), trainer.optimizers.named)
     finish(run, data, plan, trainer)
@@ -222,12 +222,12 @@ def held_out(settings: Config, data: Data, tokens: int | None) -> Evaluation:
 
 def finish(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> None:
     """Evaluate once more, say what the run took, generate a sample, write the report."""
-    s, runtime, model = run.settings, run.runtime, trainer.model
-    evaluate(run, trainer, held_out(s, data, s.run.final_eval_tokens), last=True)
+    settings, runtime, model = run.settings, run.runtime, trainer.model
+    evaluate(run, trainer, held_out(settings, data, settings.run.final_eval_tokens), last=True)
     runtime.say(spent(plan, run))
     # With --fsdp every rank takes part, because the weights are gathered from all of them.
-    if s.model.model == "gpt" and (runtime.is_rank0 or s.run.fsdp):
-        random = generator(torch.device("cpu"), s.run.seed, "sample")
+    if settings.model.model == "gpt" and (runtime.is_rank0 or settings.run.fsdp):
+        random = generator(torch.device("cpu"), settings.run.seed, "sample")
         # Not compiled: the row grows token by token, and every new length would compile again.
         with runtime.autocast(), torch.compiler.set_stance("force_eager"):
             text = "".join(
@@ -253,13 +253,13 @@ class Done(NamedTuple):
 
 def enter_stage(trainer: "Trainer", step: Step, log: Log) -> None:
     """Rebuild the model if a stage of --pseudo has just ended; the trainer is changed in place."""
-    s, runtime, clock = trainer.settings, trainer.runtime, step.before
-    owners = pseudo.owners_at(s.pseudo, s.model.layers, step.context.progress)
+    settings, runtime, clock = trainer.settings, trainer.runtime, step.before
+    owners = pseudo.owners_at(settings.pseudo, settings.model.layers, step.context.progress)
     if owners == trainer.owners:
         return
-    state = pseudo.hand_over(trainer.state(), owners, s.pseudo.state)
+    state = pseudo.hand_over(trainer.state(), owners, settings.pseudo.state)
     model, micro_batch = empty_model(trainer.model.config), trainer.micro_batch
-    new = assemble(s, model=model, runtime=runtime, micro_batch=micro_batch, state=state)
+    new = assemble(settings, model, runtime, micro_batch=micro_batch, state=state)
     check_agreement(runtime, new.optimizers.named)
     before, now = trainer.optimizers.memory(), new.optimizers.memory()
     log.write(
@@ -275,15 +275,14 @@ def enter_stage(trainer: "Trainer", step: Step, log: Log) -> None:
         f"--pseudo: after step {clock.step} layers use the weights of {layers}; weights, gradients"
         f" and state {sum(now.values()) / 1e6:,.1f} MB, were {sum(before.values()) / 1e6:,.1f}"
     )
-    trainer.model, trainer.loss_of, trainer.optimizers = new.model, new.loss_of, new.optimizers
-    trainer.owners, trainer.offloaded = new.owners, new.offloaded
+    vars(trainer).update(vars(new))  # in place, so that nobody else holds the old model
 
 
 def assemble(
     settings: Config,
-    *,
     model: Transformer,
     runtime: Runtime,
+    *,
     micro_batch: int,
     state: dict | None = None,
 ) -> "Trainer":
@@ -294,49 +293,49 @@ def assemble(
     Args: micro_batch rows of a micro-batch, at full length
           state       from `Trainer.state`: the weights and optimizer state to continue from
     """
-    s = settings
     # 1. Share weights first: this decides which parameters exist, and all below refers to them.
     owners = None
-    if s.pseudo.on:
-        owners = pseudo.owners_at(s.pseudo, s.model.layers, 0.0)
+    if settings.pseudo.on:
+        owners = pseudo.owners_at(settings.pseudo, settings.model.layers, 0.0)
         owners = tuple(state["pseudo"]["owners"]) if state else owners
         pseudo.share_weights(model, owners)
     # 2. Compile before wrapping: a wrapper's hooks inside a block would recompile at every length.
-    if is_compiled(s, runtime):
+    if is_compiled(settings, runtime):
         # Blocks share their compiled code. Beyond this limit, new shapes silently run uncompiled.
-        torch._dynamo.config.recompile_limit = MOST_CODES
+        torch._dynamo.config.recompile_limit = MOST_SHAPES
         for block in set(model.h):
             block.compile()
     # 3. Shard before loading weights: FSDP replaces the parameters, and a checkpoint's are already
     #    sharded.
-    if s.run.fsdp:
+    if settings.run.fsdp:
         shard(model, runtime)
     if state:
         load_weights(model, state["model"])
     # 4. Move to the device after loading; with --offload only the part that has room there.
     offloaded = None
-    if s.offload.on:
-        placement = offload.placement_for(s.offload, model, runtime, s.optim.optimizer == "muon")
+    if settings.offload.on:
+        muon = settings.optim.optimizer == "muon"
+        placement = offload.placement_for(settings.offload, model, runtime, muon)
         offloaded = offload.Offload(placement, model, runtime.device, early=runtime.world_size == 1)
-    if not (offloaded or s.run.fsdp):
+    if not (offloaded or settings.run.fsdp):
         model.to(runtime.device)
     # 5. Wrap in DDP before making the optimizers: it regroups gradients into buckets of its own.
     loss_of: nn.Module = LossOf(model)
-    if runtime.world_size > 1 and not s.run.fsdp:
+    if runtime.world_size > 1 and not settings.run.fsdp:
         loss_of = DistributedDataParallel(loss_of, gradient_as_bucket_view=True)
     # 6. Make the optimizers last, on the parameters that now exist.
     named = dict(model.named_parameters())
     optimizers = Optimizers(
         offloaded.parameters(named) if offloaded else named,
-        kind=s.optim.optimizer,
-        weight_decay=s.optim.weight_decay,
-        beta2=s.optim.beta2,
+        kind=settings.optim.optimizer,
+        weight_decay=settings.optim.weight_decay,
+        beta2=settings.optim.beta2,
         device=runtime.device,
     )
     if state:
         optimizers.load_state_dict(state["optimizers"])
     return Trainer(
-        settings=s,
+        settings=settings,
         runtime=runtime,
         model=model,
         loss_of=loss_of,
@@ -380,11 +379,11 @@ class Trainer:
 
     def train_step(self, step: Step) -> Done:
         """Forward and backward over this rank's rows, micro-batch by micro-batch; clip; step."""
-        s, runtime = self.settings, self.runtime
+        settings, runtime = self.settings, self.runtime
         loss = self.backward(step)
-        if s.pseudo.on:
+        if settings.pseudo.on:
             pseudo.average(self.optimizers.named, self.owners)
-        norm = self.optimizers.clip_gradients(s.optim.grad_clip)
+        norm = self.optimizers.clip_gradients(settings.optim.grad_clip)
         # Read both in one transfer, so that the host waits for a GPU only once a step.
         mean, norm = torch.stack((runtime.reduce(loss), norm.to(runtime.device))).tolist()
         mean /= max(step.divisor, 1)
@@ -392,7 +391,7 @@ class Trainer:
             refuse_step(runtime, step.context.step, "loss", loss.item())
         if not math.isfinite(norm):
             refuse_step(runtime, step.context.step, "gradient", norm)
-        lr = learning_rate(s.optim, s.model.layers, step.before, step.after)
+        lr = learning_rate(settings.optim, settings.model.layers, step.before, step.after)
         if self.offloaded:
             self.offloaded.step(self.optimizers, lr)
         else:
@@ -405,20 +404,21 @@ class Trainer:
         Gradients are divided by the number of targets on all ranks, not by the number of
         micro-batches, so the curve depends neither on ranks nor on accumulation.
         """
-        s, runtime = self.settings, self.runtime
+        settings, runtime = self.settings, self.runtime
         B, T = step.batch.tokens.shape
-        size = self.micro_batch * (s.data.seq_len // T)  # rows of a micro-batch: more if short
+        size = self.micro_batch * (settings.data.seq_len // T)  # rows of a micro-batch
         scale = runtime.world_size / max(step.divisor, 1)  # turns DDP's mean into a sum
         total = torch.zeros((), device=runtime.device)
         for first in range(0, B, size):
             part = slice(first, min(first + size, B))
             batch, is_last = step.batch.rows(part), part.stop == B
-            if s.model.dropout:
-                seed = seed_of(s.run.seed, "dropout", step.context.step, runtime.rank, first)
+            if settings.model.dropout:
+                seed = seed_of(settings.run.seed, "dropout", step.context.step, runtime.rank, first)
                 torch.manual_seed(seed)
-            # Between ranks only once, with the last part.
-            sync_gradients(self.model if s.run.fsdp else self.loss_of, is_last)
-            run_block = block_runner(s, step.context, batch, step.row_numbers[part], self.offloaded)
+            # Gradients are averaged over ranks only once, in the last part.
+            sync_gradients(self.model if settings.run.fsdp else self.loss_of, is_last)
+            numbers = step.row_numbers[part]
+            run_block = block_runner(settings, step.context, batch, numbers, self.offloaded)
             with runtime.autocast():
                 loss = self.loss_of(batch, run_block)
             with self.offloaded.around_backward(is_last) if self.offloaded else nullcontext():

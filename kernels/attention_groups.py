@@ -5,8 +5,8 @@ Two rows of 32 with documents of 15, 14, 16 and 13 tokens and 6 of padding, in s
     rows     a a a a a a a a a a a a a a a b b b b b b b b b b b b b b - - -
              c c c c c c c c c c c c c c c c d d d d d d d d d d d d d - - -
     slots    documents of one rounded length side by side: b. and d. have 14, a. and c have 16
-    calls    (2, 14), (2, 16): two calls of torch's attention, without a mask if it is causal,
-             because no token sees the blank slots that follow its document
+    calls    (28, 14), (32, 16): slots and length. Two calls of torch's attention, without a mask if
+             it is causal, because no token sees the blank slots that follow its document
 
 If most documents are as long as their neighbours, for example because each fills its row, tokens
 are not moved: adjacent documents of equal length are a view (documents, length, heads, head width).
@@ -49,37 +49,50 @@ def layout(doc_ids: Tensor) -> tuple[Tensor, Tensor]:
     Example: no token of [[7, 7, 9, 9, -1]] is moved, and the calls are (4, 2), (1, 0)
     """
     B, T = doc_ids.shape
-    N = B * T
-    ids = doc_ids.flatten()
-    begins = torch.ones(N, dtype=torch.bool)
-    torch.ne(ids[1:], ids[:-1], out=begins[1:])
-    begins[::T] = True
-    first = begins.nonzero()[:, 0]  # first token of each document; padding counts as one
-    tokens = first.diff(append=first.new_tensor([N]))
-    lengths = torch.where(ids[first] < 0, 0, tokens)
-
-    slots = torch.zeros(3, 2 * N, dtype=torch.int64)
-    calls = torch.zeros(1 + N, 2, dtype=torch.int64)
+    first, tokens, lengths = documents_of(doc_ids)
+    slots = torch.zeros(3, 2 * B * T, dtype=torch.int64)
+    room, moved = tokens, 0  # the slots of each document; how many slots there are, if any
     call_lengths, call = lengths.unique_consecutive(return_inverse=True)
-    taken = tokens
-    filled = rounded_up(lengths, T).sort(stable=True)
-    filled_lengths, filled_call = filled.values.unique_consecutive(return_inverse=True)
-    if (len(call_lengths) - len(filled_lengths)) * TOKENS_OF_A_CALL > N:
-        call_lengths, call = filled_lengths, filled_call
-        first, tokens = first[filled.indices], tokens[filled.indices]
-        taken = torch.where(filled.values > 0, filled.values, tokens)
-        doc = torch.arange(len(taken)).repeat_interleave(taken)  # (S,)
-        S = len(doc)
-        position = torch.arange(S) - (taken.cumsum(0) - taken)[doc]
-        slots[0, :S] = first[doc] + torch.minimum(position, tokens[doc] - 1)
-        slots[2, :S] = position >= tokens[doc]
-        real = (slots[2, :S] == 0).nonzero()[:, 0]
-        slots[1, slots[0, real]] = real
-        calls[0, 1] = S
-    calls[0, 0] = len(call_lengths)
-    calls[1 : 1 + len(call_lengths), 0].index_add_(0, call, taken)
-    calls[1 : 1 + len(call_lengths), 1] = call_lengths
+    padded, by_length = rounded_up(lengths, T).sort(stable=True)
+    padded_lengths, padded_call = padded.unique_consecutive(return_inverse=True)
+    if (len(call_lengths) - len(padded_lengths)) * TOKENS_OF_A_CALL > B * T:
+        call_lengths, call = padded_lengths, padded_call
+        first, tokens = first[by_length], tokens[by_length]
+        room = torch.where(padded > 0, padded, tokens)
+        moved = fill(slots, first, tokens, room)
+    count = len(call_lengths)
+    calls = torch.zeros(1 + B * T, 2, dtype=torch.int64)
+    calls[0, 0], calls[0, 1] = count, moved
+    calls[1 : 1 + count, 0].index_add_(0, call, room)
+    calls[1 : 1 + count, 1] = call_lengths
     return slots, calls
+
+
+def documents_of(doc_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the first token of each document, (n,), its number of tokens, and its length.
+
+    Padding counts as documents of length 0.
+    """
+    ids = doc_ids.flatten()
+    begins = torch.ones(len(ids), dtype=torch.bool)
+    torch.ne(ids[1:], ids[:-1], out=begins[1:])
+    begins[:: doc_ids.shape[1]] = True
+    first = begins.nonzero()[:, 0]
+    tokens = first.diff(append=first.new_tensor([len(ids)]))
+    return first, tokens, torch.where(ids[first] < 0, 0, tokens)
+
+
+def fill(slots: Tensor, first: Tensor, tokens: Tensor, room: Tensor) -> int:
+    """Lay documents out side by side in `room` (n,) slots each; return the number of slots."""
+    token_of, slot_of, is_blank = slots
+    document = torch.arange(len(room)).repeat_interleave(room)  # (S,)
+    S = len(document)
+    position = torch.arange(S) - (room.cumsum(0) - room)[document]
+    token_of[:S] = first[document] + torch.minimum(position, tokens[document] - 1)
+    is_blank[:S] = position >= tokens[document]
+    real = (is_blank[:S] == 0).nonzero()[:, 0]
+    slot_of[token_of[real]] = real
+    return S
 
 
 def rounded_up(lengths: Tensor, T: int) -> Tensor:

@@ -59,7 +59,8 @@ def losses_by_torch(
              dlogits (rows, V) gradient of the sum, or None if not wanted. Both are at least float32
     """
     exact = torch.promote_types(x.dtype, torch.float32)
-    is_ignored, target = (targets == IGNORE)[:, None], targets.clamp(min=0)[:, None]
+    is_ignored = (targets == IGNORE)[:, None]
+    target = targets[:, None].masked_fill(is_ignored, 0)
     counts = (
         ~is_ignored if target_weights is None else ~is_ignored * target_weights[:, None].to(exact)
     )

@@ -31,7 +31,8 @@ class Scaling(NamedTuple):
             scaling = cls(*map(float, text.split(":")))
         except (TypeError, ValueError):
             scaling = cls(0, 0, 0, 0)
-        if not (0 < scaling.slow < scaling.fast < math.inf and 0 < scaling.factor < math.inf):
+        is_positive = all(0 < number < math.inf for number in scaling)
+        if not (is_positive and scaling.slow < scaling.fast):
             raise ValueError(f"rope_scaling {text!a} is not factor:slow:fast:positions")
         return scaling
 

@@ -95,9 +95,9 @@ def effective_tokens(filled: np.ndarray, seen: np.ndarray, tokens_by_layer: list
              2 * floor(1024 / 6) == 340; no layer drops anything of a row of 100 tokens, which
              consumes 100
     """
-    layer_tokens = np.minimum(filled[:, None], np.array(tokens_by_layer)).sum(1)  # (B,)
-    whole = len(tokens_by_layer) * np.maximum(filled, 1)  # if no layer dropped any
-    return int(((filled - seen) * layer_tokens // whole).sum())
+    processed = np.minimum(filled[:, None], np.array(tokens_by_layer)).sum(1)  # (B,) by all layers
+    undropped = len(tokens_by_layer) * np.maximum(filled, 1)  # if no layer dropped any
+    return int(((filled - seen) * processed // undropped).sum())
 
 
 def due(every: int, before: Clock, after: Clock, last: bool = False) -> bool:

@@ -26,7 +26,7 @@ core; the learning rate, a function of the clock.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -66,10 +66,9 @@ class Optimizers:
         self.for_muon = [n for n, p in named.items() if self.is_muon and is_for_muon(n, p)]
         # The order of the parameters decides the last bits of the gradients' norm.
         self.for_muon.sort(key=lambda name: not name.endswith("c_attn.weight"))
-        others = [name for name in named if name not in self.for_muon]
-        self.decayed = [name for name in others if named[name].ndim > 1]
-        self.undecayed = [name for name in others if named[name].ndim < 2]
-        self.parameters = [named[n] for n in (*self.for_muon, *self.decayed, *self.undecayed)]
+        self.for_adamw = [name for name in named if name not in self.for_muon]
+        self.for_adamw.sort(key=lambda name: named[name].ndim < 2)
+        self.parameters = [named[name] for name in (*self.for_muon, *self.for_adamw)]
         self.device = device or self.parameters[0].device
         self.state: dict[str, dict[str, Tensor]] = {}  # by name; made at a parameter's first update
 
@@ -89,28 +88,22 @@ class Optimizers:
     @torch.no_grad()
     def step(self, lr: float, only: Collection[str] | None = None) -> None:
         """Update all weights that have a gradient, or `only` those named; free the gradients."""
-        asked = self.named if only is None else only
-        chosen = {name for name in asked if self.named[name].grad is not None}
-
-        def batches(names: list[str], key: Callable[[str], Hashable]) -> Iterable[list[str]]:
-            return grouped([name for name in names if name in chosen], key)
-
-        for batch in batches(self.for_muon, self.muon_batch_of):
+        names = self.named if only is None else only
+        chosen = {name for name in names if self.named[name].grad is not None}
+        for batch in grouped([n for n in self.for_muon if n in chosen], self.muon_batch_of):
             self.update_by_muon(batch, lr)
-        for batch in batches(self.decayed, self.device_of):
-            self.update_by_adamw(batch, lr, self.weight_decay)
-        for batch in batches(self.undecayed, self.device_of):
-            self.update_by_adamw(batch, lr, 0.0)
+        for batch in grouped([n for n in self.for_adamw if n in chosen], self.adamw_batch_of):
+            self.update_by_adamw(batch, lr)
         for name in chosen:
             self.named[name].grad = None
-
-    def device_of(self, name: str) -> torch.device:
-        return self.named[name].device
 
     def muon_batch_of(self, name: str) -> tuple:
         """Return what matrices of one batch have in common."""
         matrix = self.named[name]
         return heights_of(name, self.named), matrix.shape, matrix.device
+
+    def adamw_batch_of(self, name: str) -> tuple:
+        return self.named[name].ndim > 1, self.named[name].device
 
     def update_by_muon(self, names: list[str], lr: float) -> None:
         """Update a batch of matrices, and their momenta, by their gradients."""
@@ -135,8 +128,8 @@ class Optimizers:
         rate = lr * 0.2 * math.sqrt(max(heights[0], matrices[0].shape[1]))
         torch._foreach_add_(weights, update.unbind(), alpha=-rate)
 
-    def update_by_adamw(self, names: list[str], lr: float, weight_decay: float) -> None:
-        """Update parameters of one device by their gradients."""
+    def update_by_adamw(self, names: list[str], lr: float) -> None:
+        """Update a batch of parameters by their gradients."""
         parameters = [self.named[name] for name in names]
         # Not torch.optim.AdamW, whose first step imports torch's compiler: more than a second.
         adamw(
@@ -151,7 +144,7 @@ class Optimizers:
             beta1=BETA1,
             beta2=self.beta2,
             lr=lr,
-            weight_decay=weight_decay,
+            weight_decay=self.weight_decay if parameters[0].ndim > 1 else 0.0,
             eps=1e-8,
             maximize=False,
         )

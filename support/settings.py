@@ -286,10 +286,11 @@ class Settings:
 def with_defaults(settings: Flat) -> Flat:
     """Fill in the settings that follow from --size or from other settings."""
     s = {name: value for name, value in settings.items() if value is not None}
+    has_size, has_init = "model.size" in s, "model.init" in s
+    size_name = s.setdefault("model.size", "nano")
+    size, is_new_nano = SIZES[size_name], size_name == "nano" and not has_init
     # With --init the size is known if it names a run, and may be missing for published weights.
-    is_nano = s.get("model.size", None if "model.init" in s else "nano") == "nano"
-    is_new_nano = is_nano and "model.init" not in s
-    size = SIZES[s.setdefault("model.size", "nano")]
+    is_nano = is_new_nano or (size_name == "nano" and has_size)
     s.setdefault("model.layers", size.layers)
     s.setdefault("model.heads", size.heads)
     s.setdefault("model.width", size.width)

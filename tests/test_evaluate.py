@@ -123,7 +123,7 @@ def by_definition(store, kind, rows, model) -> np.ndarray:
     bounds = store.offsets[store.meta["train_documents"] :].tolist()
     sums = np.zeros((len(bounds) - 1, 3))
     for piece in rows.pieces[:, None]:  # (1,)
-        row = Rows.of_single_pieces(piece)
+        row = Rows(piece, np.arange(len(piece) + 1))
         filled = int(row.lengths[0]) + (2 if kind == "bert" else 0)
         batch = TASKS[kind].batch(store, row, filled, row, "mask")
         assert batch.is_plain
