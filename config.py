@@ -106,12 +106,9 @@ def resumed(saved: Flat, given: Flat) -> Flat:
             now = as_given(setting.flag, value)
             raise ValueError(f"{now} differs from {before}, with which the run was started")
     # when a technique is switched off now, drop its other settings too
-    off = {group_of(n) for n, v in given.items() if n.endswith(".on") and not v}
-    return {n: v for n, v in (saved | given).items() if n in given or group_of(n) not in off}
-
-
-def group_of(name: str) -> str:
-    return name.partition(".")[0]
+    off = {name for name, value in given.items() if name.endswith(".on") and not value}
+    merged = saved | given
+    return {n: v for n, v in merged.items() if n in given or f"{n.split('.')[0]}.on" not in off}
 
 
 def build(flat: Flat, will_run: bool = True, file: str = "") -> Config:

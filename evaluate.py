@@ -284,8 +284,6 @@ class Scorer:
         """Sum the columns of a measure over the tokens of each piece: (columns, pieces) float64.
 
         Every rank gets the same sums. Any number of ranks adds the same numbers in the same order.
-
-        Args: read reads the text of some of the rows
         """
         runtime, sums = self.runtime, np.zeros((columns, len(rows.pieces)))
         turns = -(-len(rows) // (self.micro_batch * runtime.world_size))

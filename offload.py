@@ -141,10 +141,7 @@ class Placement(NamedTuple):
     budget: int  # bytes on the device
 
     def device_bytes(self) -> int:
-        """Return the bytes on the device, without activations and the update's temporary memory.
-
-        Gradients and weights of two blocks each are in transit.
-        """
+        """Return the bytes on the device, without activations; two blocks each are in transit."""
         blocks = [p for p in self.parts if p.layers and p.level >= Level.HOSTED_GRADIENTS]
         gradients = max((p.copied_bytes() for p in blocks), default=0)
         weights = max((p.copied_bytes() for p in blocks if p.level == Level.STREAMED), default=0)

@@ -69,10 +69,7 @@ def layout(doc_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def documents_of(doc_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the first token of each document, (n,), its number of tokens, and its length.
-
-    Padding counts as documents of length 0.
-    """
+    """Return each document's first token, (n,), its tokens, and its length, 0 for padding."""
     ids = doc_ids.flatten()
     begins = torch.ones(len(ids), dtype=torch.bool)
     torch.ne(ids[1:], ids[:-1], out=begins[1:])

@@ -23,7 +23,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kernels.triton_here import tl, triton
+from kernels.triton_here import adjacent, tl, triton
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_WIDTHS = (16, 32, 64, 128)
@@ -316,16 +316,12 @@ def launch(
     return (-(-T // constants["OWN"]) * B * H,), constants
 
 
-def with_adjacent_numbers(*arrays: Tensor) -> list[Tensor]:
-    return [x if x.stride(3) == 1 else x.contiguous() for x in arrays]
-
-
 def forward(
     q: Tensor, k: Tensor, v: Tensor, start: Tensor, end: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the output (B, T, H, D), and each query's log-sum-exp (B, H, T)."""
     B, T, H, D = q.shape
-    q, k, v = with_adjacent_numbers(q, k, v)
+    q, k, v = map(adjacent, (q, k, v))
     out = torch.empty(B, T, H, D, dtype=q.dtype, device=q.device)
     lse = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     grid, constants = launch("forward", q.shape, q.dtype, causal)
@@ -343,7 +339,7 @@ def backward(dout: Tensor, saved: Sequence[Tensor], causal: bool) -> tuple[Tenso
     """
     q, k, v, out, lse, start, end = saved
     B, T, H, D = q.shape
-    dout, q, k, v = with_adjacent_numbers(dout, q, k, v)
+    dout, q, k, v = map(adjacent, (dout, q, k, v))
     dq, dk, dv = (torch.empty(B, T, H, D, dtype=q.dtype, device=q.device) for _ in range(3))
     delta = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     root = 1 / math.sqrt(D)

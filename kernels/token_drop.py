@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from kernels.triton_here import check_impl, tl, triton, why_not
+from kernels.triton_here import adjacent, check_impl, tl, triton, why_not
 
 IMPLS = ("auto", "torch", "triton")
 # A program copies enough bytes to hide the latency of memory: in each of 4 warps, each of 32
@@ -149,10 +149,6 @@ def copy_launch(
     return grid, tuple(stride // unit for stride in strides), constants
 
 
-def with_adjacent_columns(x: Tensor) -> Tensor:
-    return x if x.stride(2) == 1 else x.contiguous()
-
-
 def gather_kept(x: Tensor, kept: Tensor, impl: str) -> Tensor:
     """Return the kept rows of x, (B, K, C), contiguous. Not differentiable."""
     if impl == "triton":
@@ -166,7 +162,7 @@ def gather_kept(x: Tensor, kept: Tensor, impl: str) -> Tensor:
 def gather_by_triton(x: Tensor, kept: Tensor) -> Tensor:
     B, _, C = x.shape
     K = kept.shape[1]
-    x, kept = with_adjacent_columns(x), kept.contiguous()
+    x, kept = adjacent(x), kept.contiguous()
     out = torch.empty(B, K, C, dtype=x.dtype, device=x.device)
     grid, strides, constants = copy_launch(B * K, C, x.element_size(), *x.stride()[:2])
     with torch.cuda.device_of(x):
@@ -186,7 +182,7 @@ def scatter_kept(x: Tensor, kept: Tensor, y: Tensor, impl: str) -> Tensor:
 
 def scatter_by_triton(x: Tensor, kept: Tensor, y: Tensor) -> Tensor:
     (B, T, C), K = x.shape, kept.shape[1]
-    x, y = with_adjacent_columns(x), with_adjacent_columns(y)
+    x, y = adjacent(x), adjacent(y)
     kept, reach = kept.contiguous(), 1 << (K - 1).bit_length() >> 1
     out = torch.empty(B, T, C, dtype=x.dtype, device=x.device)
     strides = (*x.stride()[:2], *y.stride()[:2])

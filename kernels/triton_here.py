@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 try:
     import triton
@@ -67,6 +68,11 @@ def check_impl(impl: str, impls: Collection[str], device: str) -> None:
         raise ValueError("impl 'triton': Triton is not installed here, choose another")
     if device != "cuda" and isinstance(nothing, triton.JITFunction):
         raise ValueError("impl 'triton' needs CUDA tensors, or TRITON_INTERPRET=1 at the start")
+
+
+def adjacent(x: Tensor) -> Tensor:
+    """Return x with its last dimension adjacent in memory, a copy only if it is not."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 if triton is not None:
