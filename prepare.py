@@ -319,8 +319,6 @@ def hold_out_tail(documents: Iterable[Document], training: int, holdout: int) ->
 def find_cut(text: str, position: int, reach: int) -> int:
     """Choose where to cut a text: within `reach` after a line, else after a blank, else `position`.
 
-    A cut before the position is preferred, so that no less than the requested share is held out.
-
     Example:  find_cut("one\\ntwo\\nthree", 10, 5) is 8, before "three"
     """
     for end in ("\n", " "):

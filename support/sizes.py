@@ -63,9 +63,7 @@ def parameter_count(config: TransformerConfig) -> int:
 
 
 def parameters_in_words(config: TransformerConfig) -> str:
-    """Example: 1.66 M parameters (wte 0.53 M, blocks 0.59 M, lm_head 0.53 M) with a vocabulary
-    of 4,160
-    """
+    """Example: 1.86 M parameters (wte 0.53 M, blocks 0.79 M, ...) with a vocabulary of 4,160"""
     parts: Counter = Counter()
     for name, parameter in empty_model(config).named_parameters():
         part = name.split(".")[0]
@@ -80,7 +78,7 @@ def parameters_in_words(config: TransformerConfig) -> str:
 
 
 @cache
-def weights_of_block(config: TransformerConfig) -> int:
+def block_weight_count(config: TransformerConfig) -> int:
     """Count the weights in a block's matrices, including those of modules that a fork has added."""
     block = empty_model(replace(config, layers=1)).h[0]
     return sum(p.numel() for p in block.parameters() if p.ndim > 1)
@@ -114,7 +112,7 @@ def flops_of_step(
         share = np.minimum(filled, tokens) / np.maximum(filled, 1)  # (R,) of each document
         pairs = round((squares * share**2).sum())
         attention = (6 if config.causal else 12) * C * pairs
-        flops += layers * (6 * weights_of_block(config) * rows * tokens + attention)
+        flops += layers * (6 * block_weight_count(config) * rows * tokens + attention)
     return flops
 
 
