@@ -4,17 +4,13 @@ import re
 from collections import Counter
 
 import pytest
-from conftest import refusal
+from conftest import build, refusal
 
 import config
 from config import Config, resumed
 from support.settings import flattened, settings_of
 
 FLAGS = {n: s for n, s in settings_of(Config).items() if s.flag}
-
-
-def build(line: str) -> config.Config:
-    return config.build(config.parse(line.split()))
 
 
 def test_defaults_follow_the_size():

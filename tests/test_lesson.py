@@ -53,7 +53,7 @@ def trained(tokens: int, steps: int) -> tuple[list[float], float]:
 
 def test_the_command_in_its_head_has_its_settings():
     flags = re.search(r"python train.py (.*)", lesson.__doc__)[1]
-    s = config.build(config.parse(flags.split()))
+    s = build(flags)
     assert s.optim.batch_tokens == lesson.ROWS * lesson.T and s.optim.lr == lesson.LR
     assert (s.model.layers, s.data.seq_len, s.optim.tokens) == (lesson.L, lesson.T, lesson.BUDGET)
     assert (s.ltd.start, s.ltd.share, s.optim.optimizer) == (lesson.K, lesson.WHOLE_AT, "adamw")

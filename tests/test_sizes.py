@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import ALL_ON, SMALL, contents, refusal
+from conftest import ALL_ON, SMALL, build, contents, refusal
 from small_stores import ONE
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
@@ -84,7 +84,7 @@ FEW = "--layers 3 --seq-len 256 --batch-tokens 1024 --tokens 100000 --optimizer 
 
 
 def plan_of(line: str) -> Plan:
-    settings = config.build(config.parse(line.split()))
+    settings = build(line)
     data = open_data(settings.data, ONE)
     shape = config.transformer_config(settings, -(-data.encoding.n_vocab // 64) * 64)
     return Plan(settings, data.store, config.task_of(settings, data.encoding), ONE, shape)
