@@ -117,8 +117,3 @@ def test_there_are_at_most_70_flags_and_8_of_a_technique():
     assert all(
         flags[technique] <= 8 for technique in ("curriculum", "ltd", "pack", "pseudo", "offload")
     )
-
-
-def test_a_run_with_offload_can_resume_without_it():
-    saved = flattened(build("--offload --offload-budget 4GiB"))
-    assert not config.build(resumed(saved, config.parse(["--no-offload"]))).offload.on

@@ -78,10 +78,13 @@ def test_so_is_the_end_of_a_run(monkeypatch):
     assert lesson.bits_per_byte(model, few) == pytest.approx(bits_per_byte(few), abs=1e-4)
 
 
-def test_its_packer_is_packing_py_s():
+@pytest.mark.parametrize("T", [24, 2048])
+def test_its_packer_is_packing_py_s(T, monkeypatch):
+    """With many documents of the same lengths, and with few."""
+    monkeypatch.setattr(lesson, "T", T)
     for seed in range(20):
-        lengths = np.random.default_rng(seed).integers(1, lesson.T + 1, 300)
-        packs = pack_lengths(lengths, lesson.T)
+        lengths = np.random.default_rng(seed).integers(1, T + 1, 300)
+        packs = pack_lengths(lengths, T)
         rows = np.split(packs.items, packs.offsets[1:-1])
         assert lesson.pack(lengths.tolist()) == [tuple(row) for row in rows]
 
