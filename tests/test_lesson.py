@@ -1,16 +1,14 @@
-"""lesson.py trains what train.py trains, and each of its parts is needed."""
+"""lesson.py trains what train.py trains."""
 
 import inspect
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice, pairwise
+from itertools import islice
 
 import numpy as np
 import pytest
-import torch
 from conftest import build
-from torch import nn
 
 import config
 import lesson
@@ -87,33 +85,6 @@ def test_its_packer_is_packing_py_s(T, monkeypatch):
         packs = pack_lengths(lengths, T)
         rows = np.split(packs.items, packs.offsets[1:-1])
         assert lesson.pack(lengths.tolist()) == [tuple(row) for row in rows]
-
-
-def test_without_the_mask_or_the_sort_it_is_another_model(monkeypatch):
-    _, store, _ = lesson.train(most_steps=0)
-    model, k = lesson.GPT(4160), lesson.K
-    for parameter in model.parameters():  # as if it had learned something
-        nn.init.normal_(parameter, std=0.3)
-    pieces = np.cumsum([0, *[600, 300, 124] * 2]).tolist()
-    rows = [[*pairwise(pieces[first : first + 4])] for first in (0, 3)]
-    tokens, targets, positions, piece_ids = lesson.batch(store, rows)
-
-    def loss(positions: torch.Tensor) -> torch.Tensor:
-        return model(tokens, targets, positions, piece_ids, 1, k).detach()
-
-    right = loss(positions)
-    never_reset = torch.arange(lesson.T).expand(2, -1)
-    assert torch.allclose(loss(never_reset), right, atol=1e-3), "rotary scores are of distances"
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            lesson, "mask", lambda d: torch.ones(len(d), 1, *2 * d.shape[1:]).bool().tril()
-        )
-        without_mask = loss(positions)
-        assert not torch.allclose(without_mask, right, atol=0.1)
-        assert not torch.allclose(without_mask, loss(never_reset), atol=0.1), "here they matter"
-    draw = lesson.draw_kept
-    monkeypatch.setattr(lesson, "draw_kept", lambda *args: draw(*args).flip(1))
-    assert not torch.allclose(loss(positions), right, atol=0.1)
 
 
 def test_each_technique_is_twenty_lines_at_most_with_its_equation():
