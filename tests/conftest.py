@@ -29,6 +29,7 @@ from torch.multiprocessing import start_processes
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+import config
 import train
 from kernels.triton_here import tl, triton
 from prepare import prepare
@@ -155,6 +156,11 @@ def run_rank(rank: int, ranks: int, port: str, cwd: Path, work: Callable, runs: 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.chdir(cwd)
     exit_cleanly(lambda: max(work(flags) or 0 for flags in runs))
+
+
+def build(line: str) -> config.Config:
+    """Return the settings of a command line."""
+    return config.build(config.parse(line.split()))
 
 
 def read_log(folder: Path, event: str | None = None) -> list[dict]:

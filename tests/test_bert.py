@@ -11,7 +11,7 @@ from test_data import FEW, columns_of, drawn_rows, rows_of, width_of
 from test_plan import BYTES
 
 from bert import PAIR, BertTask, SpecialIds, answers_of, masked_tokens, sentence_pairs
-from data import Rows, as_pieces
+from data import Rows
 from kernels.cross_entropy import IGNORE
 
 SPECIAL_IDS = SpecialIds.of(BYTES)
@@ -55,6 +55,7 @@ def test_a_batch_equals_the_definition(rows, padding):
 
 
 def test_15_percent_of_the_tokens_are_masked_and_80_percent_of_these_hidden():
+    assert masked_tokens(np.array([1, 3, 4, 17, 40])).tolist() == [1, 1, 1, 3, 6]
     T = 100_000
     store = in_memory(np.random.default_rng(0).integers(0, 256, T))
     batch = batch_of(rows_of([(0, T)]), T + 2, store)
@@ -66,19 +67,6 @@ def test_15_percent_of_the_tokens_are_masked_and_80_percent_of_these_hidden():
     assert abs(hidden - 0.8) < 0.02 and abs(same - 0.1 - 0.1 / 256) < 0.015
     of_thousand = torch.bincount((at - 1) // 1000, minlength=100)
     assert (of_thousand - 150).abs().max() < 5 * (1000 * 0.15 * 0.85) ** 0.5, "spread over the row"
-
-
-def test_packing_does_not_change_which_tokens_of_a_document_are_masked():
-    lengths = [1, 3, 4, 17, 40]
-    store, stop = in_memory(range(sum(lengths))), np.cumsum(lengths)
-    pieces = as_pieces(np.stack((stop - lengths, stop), axis=1))
-    packed = batch_of(Rows(pieces, np.array([0, 5])), 80, store)
-    alone = batch_of(Rows(pieces, np.arange(len(pieces) + 1)), 80, store)
-    counts = torch.bincount(packed.doc_ids.flatten()[packed.masked])
-    assert counts.tolist() == [1, 1, 1, 3, 6] == masked_tokens(np.array(lengths)).tolist()
-    for field in ("tokens", "targets"):
-        one, other = (getattr(batch, field).flatten()[batch.masked] for batch in (packed, alone))
-        assert one.equal(other)
 
 
 # ---- pairs

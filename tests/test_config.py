@@ -4,17 +4,13 @@ import re
 from collections import Counter
 
 import pytest
-from conftest import refusal
+from conftest import build, refusal
 
 import config
 from config import Config, resumed
 from support.settings import flattened, settings_of
 
 FLAGS = {n: s for n, s in settings_of(Config).items() if s.flag}
-
-
-def build(line: str) -> config.Config:
-    return config.build(config.parse(line.split()))
 
 
 def test_defaults_follow_the_size():
@@ -121,8 +117,3 @@ def test_there_are_at_most_70_flags_and_8_of_a_technique():
     assert all(
         flags[technique] <= 8 for technique in ("curriculum", "ltd", "pack", "pseudo", "offload")
     )
-
-
-def test_a_run_with_offload_can_resume_without_it():
-    saved = flattened(build("--offload --offload-budget 4GiB"))
-    assert not config.build(resumed(saved, config.parse(["--no-offload"]))).offload.on

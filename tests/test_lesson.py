@@ -1,13 +1,14 @@
-"""lesson.py trains what train.py trains, and each of its parts is needed."""
+"""lesson.py trains what train.py trains."""
 
 import inspect
 import re
-from itertools import islice, pairwise
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
+from conftest import build
 
 import config
 import lesson
@@ -18,6 +19,7 @@ from packing import pack_lengths
 from plan import Plan, read_ahead
 from support import runtime
 from support.clock import Clock
+from support.store import Store
 from support.weights import initial_model, model_size
 from tests.test_budget import code_lines
 
@@ -27,41 +29,40 @@ TECHNIQUES = (lesson.longest_piece, lesson.pack, lesson.mask, lesson.draw_kept, 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """A narrow model, and one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     monkeypatch.setattr(lesson, "C", 32)
     monkeypatch.setattr(lesson, "H", 2)
-    yield
-    torch.set_num_threads(threads)
 
 
-def trained(tokens: int, steps: int) -> tuple[list[float], float]:
-    """The losses of train.py's first steps, and the held-out bits per byte after them."""
+def trained(tokens: int, steps: int) -> tuple[list[float], Callable[[Store], float]]:
+    """The losses of train.py's first steps, and a function that measures held-out bits per byte."""
     sizes = f"--layers {lesson.L} --seq-len {lesson.T} --batch-tokens {lesson.T * lesson.ROWS}"
-    sizes += f" --width {lesson.C} --heads {lesson.H}"
-    argv = f"{FLAGS} {sizes} --lr {lesson.LR} --tokens {tokens}".split()
-    settings, here = config.build(config.parse(argv)), runtime.start("cpu", "fp32")
+    sizes += f" --width {lesson.C} --heads {lesson.H} --lr {lesson.LR} --tokens {tokens}"
+    settings, here = build(f"{FLAGS} {sizes}"), runtime.start("cpu", "fp32")
     data, task = open_data(settings.data, here), GptTask()
     shape = config.transformer_config(settings, *model_size(settings, data.encoding))
     model = initial_model(shape, settings)
     trainer = train.assemble(settings, model=model, runtime=here, micro_batch=lesson.ROWS)
     ahead = read_ahead(Plan(settings, data.store, task, here, shape), Clock())
     losses = [trainer.train_step(step).loss for step, _ in islice(ahead, steps)]
-    return losses, Evaluation(data, task, lesson.T).run(model, here, lesson.ROWS).val_bpb
+
+    def bits_per_byte(store: Store) -> float:
+        evaluation = Evaluation(data._replace(store=store), task, lesson.T)
+        return evaluation.run(model, here, lesson.ROWS).val_bpb
+
+    return losses, bits_per_byte
 
 
 def test_the_command_in_its_head_has_its_settings():
     flags = re.search(r"python train.py (.*)", lesson.__doc__)[1]
-    s = config.build(config.parse(flags.split()))
+    s = build(flags)
     assert s.optim.batch_tokens == lesson.ROWS * lesson.T and s.optim.lr == lesson.LR
     assert (s.model.layers, s.data.seq_len, s.optim.tokens) == (lesson.L, lesson.T, lesson.BUDGET)
     assert (s.ltd.start, s.ltd.share, s.optim.optimizer) == (lesson.K, lesson.WHOLE_AT, "adamw")
 
 
 def test_its_losses_are_those_of_train_py():
-    _, _, losses = lesson.train(most_steps=30)
-    assert losses == pytest.approx(trained(lesson.BUDGET, 30)[0], abs=1e-5)
+    _, _, losses = lesson.train(most_steps=2)
+    assert losses == pytest.approx(trained(lesson.BUDGET, 2)[0], abs=1e-5)
 
 
 def test_so_is_the_end_of_a_run(monkeypatch):
@@ -69,44 +70,21 @@ def test_so_is_the_end_of_a_run(monkeypatch):
     for name, value in {"T": 256, "K": 16, "ROWS": 4, "LR": 1e-4}.items():
         monkeypatch.setattr(lesson, name, value)
     model, store, losses = lesson.train(16_000)
-    of_train, bpb = trained(16_000, 100)
+    of_train, bits_per_byte = trained(16_000, 100)
     assert losses == pytest.approx(of_train, abs=1e-4)
-    assert lesson.bits_per_byte(model, store) == pytest.approx(bpb, abs=1e-4)
+    few = replace(store, offsets=store.offsets[: store.meta["train_documents"] + 20])
+    assert lesson.bits_per_byte(model, few) == pytest.approx(bits_per_byte(few), abs=1e-4)
 
 
-def test_its_packer_is_packing_py_s():
+@pytest.mark.parametrize("T", [24, 2048])
+def test_its_packer_is_packing_py_s(T, monkeypatch):
+    """With many documents of the same lengths, and with few."""
+    monkeypatch.setattr(lesson, "T", T)
     for seed in range(20):
-        lengths = np.random.default_rng(seed).integers(1, lesson.T + 1, 300)
-        packs = pack_lengths(lengths, lesson.T)
+        lengths = np.random.default_rng(seed).integers(1, T + 1, 300)
+        packs = pack_lengths(lengths, T)
         rows = np.split(packs.items, packs.offsets[1:-1])
         assert lesson.pack(lengths.tolist()) == [tuple(row) for row in rows]
-
-
-def test_without_the_mask_or_the_sort_it_is_another_model(monkeypatch):
-    _, store, _ = lesson.train(most_steps=0)
-    model, k = lesson.GPT(4160), lesson.K
-    for parameter in model.parameters():  # as if it had learned something
-        nn.init.normal_(parameter, std=0.3)
-    pieces = np.cumsum([0, *[600, 300, 124] * 2]).tolist()
-    rows = [[*pairwise(pieces[first : first + 4])] for first in (0, 3)]
-    tokens, targets, positions, piece_ids = lesson.batch(store, rows)
-
-    def loss(positions: torch.Tensor) -> torch.Tensor:
-        return model(tokens, targets, positions, piece_ids, 1, k).detach()
-
-    right = loss(positions)
-    never_reset = torch.arange(lesson.T).expand(2, -1)
-    assert torch.allclose(loss(never_reset), right, atol=1e-3), "rotary scores are of distances"
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            lesson, "mask", lambda d: torch.ones(len(d), 1, *2 * d.shape[1:]).bool().tril()
-        )
-        without_mask = loss(positions)
-        assert not torch.allclose(without_mask, right, atol=0.1)
-        assert not torch.allclose(without_mask, loss(never_reset), atol=0.1), "here they matter"
-    draw = lesson.draw_kept
-    monkeypatch.setattr(lesson, "draw_kept", lambda *args: draw(*args).flip(1))
-    assert not torch.allclose(loss(positions), right, atol=0.1)
 
 
 def test_each_technique_is_twenty_lines_at_most_with_its_equation():

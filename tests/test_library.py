@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from conftest import widen
+from conftest import build, widen
 from small_batches import loss_of, plain_rows
 from test_readme import read
 from torch import nn
@@ -70,7 +70,7 @@ class InputOnly(nn.Module):
 def test_the_pages_token_dropping_computes_what_ours_does(code_of):
     flags = "--ltd --ltd-start 8 --ltd-pace linear --ltd-multiple 4 --layers 5 --pos learned"
     shape = "--heads 2 --width 16 --seq-len 32 --batch-tokens 128 --seed 7"
-    settings = config.build(config.parse(f"{flags} {shape} --ltd-steps 8".split()))
+    settings = build(f"{flags} {shape} --ltd-steps 8")
     ours = widen(Transformer(config.transformer_config(settings, vocab_size=64))).train()
     tokens = torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(1))
     theirs = nn.ModuleList(map(InputOnly, ours.h))

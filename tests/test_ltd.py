@@ -1,47 +1,25 @@
-"""Token dropping: draws, blocks on kept tokens, causality, the schedule, the accounting."""
+"""Token dropping: draws, blocks on kept tokens, the schedule, the accounting."""
 
 import pytest
 import torch
+from conftest import build
 from hypothesis import given
 from hypothesis import strategies as st
 from small_batches import batch, loss_of
 
-import config
 import ltd
 from bert import BertConfig
-from model import Batch, TransformerConfig, run_plain
+from model import TransformerConfig, run_plain
 from support.clock import StepContext, effective_tokens
 
 
-def small(pos="rope", kind="gpt", dtype=torch.float64):
+def small(pos="rope", kind="gpt"):
     torch.manual_seed(0)
     config = BertConfig if kind == "bert" else TransformerConfig
-    return config(4, 2, 16, 32, 24, 40, pos=pos).build().to(dtype)
-
-
-def settings_of(flags: str) -> config.Config:
-    return config.build(config.parse(flags.split()))
+    return config(4, 2, 16, 32, 24, 40, pos=pos).build()
 
 
 CONTEXT = StepContext(seed=7, step=3, progress=0.0, seq_len=24, layers=4)
-IN_24 = "--ltd --seq-len 24 --batch-tokens 72 --layers 4"
-
-
-def wrap(settings, inputs, first=0, context=CONTEXT, inner=run_plain):
-    """Return the block runner of a micro-batch whose first row has number `first` on all ranks."""
-    rows = torch.arange(first, first + len(inputs.tokens))
-    return ltd.wrap_block(inner, settings.ltd, context, rows, inputs)
-
-
-def random_bits(*shape, seed=0):
-    return torch.randint(2**63 - 1, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def runner_keeping(keep: int, inputs: Batch):
-    """Return a block runner with which layers 1 and 2 keep `keep` of 24 tokens."""
-    bits = CONTEXT.bits("ltd", (1, 2), torch.arange(len(inputs.tokens)), 24)
-    kept = ltd.draw_kept(keep, bits, inputs.doc_ids < 0)
-    return ltd.drop_tokens({1: kept[0], 2: kept[1]}, run_plain)
 
 
 # Draws
@@ -57,7 +35,8 @@ def test_a_draw_equals_a_worked_example():
 @given(st.integers(1, 24), st.integers(0, 99), st.sets(st.integers(0, 23)))
 def test_draws_are_sorted_and_unique_and_keep_real_tokens_first(keep, seed, padded):
     padding = torch.tensor([[t in padded for t in range(24)]])
-    kept = ltd.draw_kept(keep, random_bits(64, 24, seed=seed), padding)
+    bits = torch.randint(2**63 - 1, (64, 24), generator=torch.Generator().manual_seed(seed))
+    kept = ltd.draw_kept(keep, bits, padding)
     assert kept.shape == (64, keep)
     assert (kept.diff(dim=1) > 0).all() and kept.min() >= 0 and kept.max() < 24
     real = (~padding).expand(64, -1).gather(1, kept).sum(1)
@@ -69,20 +48,18 @@ def test_draws_are_sorted_and_unique_and_keep_real_tokens_first(keep, seed, padd
 N = 4000  # rows, over which a share of 1/4 has a standard deviation of 0.0068
 
 
-def draw_kept(flags="", step=1, rows=N, seed=7) -> torch.Tensor:
+def draw_kept(flags="", step=1) -> torch.Tensor:
     """Return which tokens a run with --ltd-start 6 keeps, as (layers, rows, 24) bool."""
-    settings = settings_of(f"--layers 6 --ltd --ltd-start 6 --seq-len 24 --batch-tokens 24 {flags}")
-    context = StepContext(seed, step, progress=0.0, seq_len=24, layers=6)
-    by_layer = ltd.draw_for_layers(
-        settings.ltd, context, torch.arange(rows), batch(False, B=rows), 6
-    )
-    kept = torch.stack(list(by_layer.values()))
-    return torch.zeros(len(kept), rows, 24, dtype=torch.bool).scatter(2, kept, True)
+    flags = f"--ltd --ltd-start 6 --seq-len 24 --batch-tokens 24 --layers 6 {flags}"
+    context = StepContext(seed=7, step=step, progress=0.0, seq_len=24, layers=6)
+    rows, inputs = torch.arange(N), batch(False, B=N)
+    kept = torch.stack([*ltd.draw_for_layers(build(flags).ltd, context, rows, inputs, 6).values()])
+    return torch.zeros(len(kept), N, 24, dtype=torch.bool).scatter(2, kept, True)
 
 
 def test_draws_are_uniform_and_independent_between_layers_rows_and_steps():
     """Two independent draws of 6 out of 24 share 6 * 6 / 24 = 1.5 tokens on average."""
-    first, second = draw_kept().float(), draw_kept(step=2).float()
+    first, second = (draw_kept(step=step).float() for step in (1, 2))
     assert (first.mean(1) - 0.25).abs().max() < 5 * 0.0068
     pairs = {"layers": (first[0], first[-1]), "steps": (first[0], second[0])}
     for name, (a, b) in {**pairs, "rows": (first[0, 1:], first[0, :-1])}.items():
@@ -98,7 +75,7 @@ def test_draws_are_uniform_and_independent_between_layers_rows_and_steps():
 
 @pytest.mark.parametrize("packed, kind, pos", [(0, "gpt", "rope"), (1, "bert", "learned")])
 def test_keeping_all_tokens_equals_the_plain_model_bitwise(packed, kind, pos):
-    model, inputs = small(pos, kind, dtype=torch.float32), batch(packed)
+    model, inputs = small(pos, kind), batch(packed)
     whole, result = torch.arange(24).expand(3, -1), []
     for run_block in (run_plain, ltd.drop_tokens({1: whole, 2: whole}, run_plain)):
         loss = loss_of(model, inputs, run_block)
@@ -111,50 +88,20 @@ BY_FLAGS = [("--ltd-mode bypass", [24, 10, 10, 24]), ("--ltd-layers 2-3,0,3", [1
 
 @pytest.mark.parametrize("flags, tokens", BY_FLAGS)
 def test_the_flags_choose_the_layers_that_drop_tokens(flags, tokens):
-    settings = settings_of(f"{IN_24} --ltd-start 10 {flags}")
+    flags = f"--ltd --ltd-start 10 --seq-len 24 --batch-tokens 72 --layers 4 {flags}"
+    settings = build(flags).ltd
     seen, inputs = {}, batch(False)
 
     def spy(layer, block, x, meta):
         seen[layer] = x.shape[1]
         return block(x, meta)
 
-    small()(*inputs.inputs, run_block=wrap(settings, inputs, inner=spy))
+    run_block = ltd.wrap_block(spy, settings, CONTEXT, torch.arange(3), inputs)
+    small()(*inputs.inputs, run_block=run_block)
     assert [seen[layer] for layer in range(4)] == tokens
-    counted = ltd.tokens_by_layer(settings.ltd, CONTEXT, 4 * [24])
-    assert counted == tokens, "the clock counts what runs"
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_no_position_depends_on_a_later_one(packed):
-    """Negative control: an unsorted draw, whose causal mask lets positions see later ones."""
-    model, inputs = small(), batch(packed, B=1)
-
-    def is_seen(later, run_block):
-        changed = inputs.tokens.clone()
-        changed[:, later:] = (changed[:, later:] + 1) % 40
-        _, *where = inputs.inputs
-        plain, out = (model(tokens, *where, run_block) for tokens in (inputs.tokens, changed))
-        return not torch.equal(out[:, :later], plain[:, :later])
-
-    assert not any(is_seen(later, runner_keeping(11, inputs)) for later in range(1, 24, 3))
-    unsorted = torch.arange(23, 1, -2)[None]
-    assert is_seen(19, ltd.drop_tokens({1: unsorted, 2: unsorted}, run_plain))
-
-
-def test_a_draw_does_not_depend_on_ranks_or_micro_batches():
-    """It is a function of the row's number among the rows of all ranks."""
-    settings = settings_of(f"{IN_24} --ltd-start 9")
-    model, inputs = small(), batch(True)
-
-    def states(batch: Batch, first: int, context=CONTEXT):
-        run_block = wrap(settings, batch, first, context)
-        return model(*batch.inputs, run_block=run_block)
-
-    whole = states(inputs, 0)
-    for row in range(3):
-        assert torch.allclose(states(inputs.rows(slice(row, row + 1)), row), whole[row : row + 1])
-    assert not torch.allclose(states(inputs, 0, CONTEXT._replace(step=4)), whole)
-    assert not torch.allclose(states(inputs, 2**40), whole), "row numbers may be above 2^32"
+    assert ltd.tokens_by_layer(settings, CONTEXT, 4 * [24]) == tokens, "the clock counts this"
+    short = ltd.tokens_by_layer(settings, CONTEXT, 4 * [9])
+    assert short == 4 * [9], "rows of at most K tokens drop none"
 
 
 # The schedule and the accounting
@@ -185,16 +132,6 @@ def test_schedules_stay_in_range_and_never_fall(start, more, over, times, kind, 
     assert (first - start) % multiple == 0 or first == end
 
 
-def test_the_schedule_follows_the_clock_or_steps():
-    by_clock, by_steps = (
-        settings_of(f"--ltd --ltd-start 64 --ltd-pace linear --ltd-multiple 64 {flags}")
-        for flags in ("--ltd-share 0.5", "--ltd-steps 101")
-    )
-    early, late = (StepContext(1, n, p, 256, 3) for n, p in ((1, 0.5), (102, 0.0)))
-    assert [ltd.kept_now(by_clock.ltd, context) for context in (early, late)] == [256, 64]
-    assert [ltd.kept_now(by_steps.ltd, context) for context in (early, late)] == [64, 256]
-
-
 PUBLISHED = [(12, 2, 1344, 2_148_032), (24, 1, 1373, 2_147_024), (24, 2, 1374, 2_149_072)]
 
 
@@ -206,7 +143,7 @@ def test_published_runs_consume_their_logged_tokens(layers, at_once, micro_batch
     DeepSpeed checks the budget after every micro-batch (at_once = 1), train.py after whole steps.
     """
     flags = "--ltd --ltd-start 128 --ltd-pace linear --ltd-multiple 8 --ltd-steps 400 --size 350M"
-    settings = settings_of(f"{flags} --layers {layers} --batch-tokens 4096 --tokens 2146304")
+    settings = build(f"{flags} --layers {layers} --batch-tokens 4096 --tokens 2146304")
     consumed, done = 0, 0
     while consumed < settings.optim.tokens:
         context = StepContext(1, done // 2 + 1, progress=0.0, seq_len=1024, layers=layers)
@@ -222,11 +159,3 @@ def test_the_papers_long_run_makes_the_published_number_of_steps():
     kept = (ltd.kept_tokens(t, 200_000, 128, 2048, multiple=16) for t in range(200_000))
     consumed = sum(512 * ((2 * 2048 + 22 * n) // 24) for n in kept)
     assert 200_000 + -(-(300 * 10**9 - consumed) // (512 * 2048)) == 372_789
-
-
-def test_tokens_by_layer_equal_a_worked_example():
-    settings = settings_of("--layers 6 --ltd --ltd-start 128")
-    context = StepContext(seed=1, step=1, progress=0.0, seq_len=256, layers=6)
-    assert ltd.tokens_by_layer(settings.ltd, context, [256] * 6) == [256, 128, 128, 128, 128, 256]
-    short = ltd.tokens_by_layer(settings.ltd, context, [64] * 6)
-    assert short == [64] * 6, "rows of at most K tokens drop none"

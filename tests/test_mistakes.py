@@ -20,12 +20,10 @@ CASES = {  # command -> part of its message
     f"{TRAIN} --ltd-start 64": "--ltd-start 64 has no effect without --ltd: add it",
     f"{TRAIN} --nsp": "--nsp needs a BERT: add --model bert",
     f"{TRAIN} --pos learned --seq-len 4096": "--seq-len 4096",
-    f"{TRAIN} --micro-batch-size 3": "--micro-batch-size 3",
     f"{TRAIN} --batch-tokens 100": "--batch-tokens 100",
     f"{TRAIN} --warmup-tokens 9999": "--warmup-tokens 9999 must be below --tokens 4096",
     f"{TRAIN} --init R --pseudo": "--init and --pseudo exclude",
     f"{TRAIN} --fsdp --offload": "--offload",
-    f"{TRAIN} --data S --offload --offload-budget 1KB": "--offload-budget",
     f"{TRAIN} --model bert --tokenizer gpt2": "gpt2",
     # the machine
     f"{TRAIN} --device cuda": "--device cuda: torch finds only cpu here",
@@ -34,14 +32,12 @@ CASES = {  # command -> part of its message
     f"{TRAIN} --data words.txt": "words.txt: not a token store",
     f"{TRAIN} --data S --tokenizer pd4k": "S: made with tokenizer bytes",
     f"{TRAIN} --init nowhere.pt": "nowhere.pt",
-    f"{TRAIN} --init words.txt": "words.txt",
     f"{TRAIN} --init R --layers 3": "is a model with --layers 4, not --layers 3",
     # runs
     f"train {SMALL} --data S --out R": "--out R is not an empty folder: name a new one",
     f"train {SMALL} --data S --out full": "--out full is not an empty folder",
     "train --resume": "--resume: runs/ holds no run; name one with --out",
     "train --resume --out full": "--resume: full holds no run",
-    "train --resume --out R --lr 0.5": "--lr 0.5 differs from --lr",
     "train --resume --out R --tokens 9": "--tokens 9 is less than the 512 of R",
     "train --resume auto": "--resume auto needs the folder of the run: add --out",
     # text

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from importlib import import_module
@@ -22,6 +21,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # when this file is the command
+
+from test_technique import copy_project  # noqa: E402
 
 import config  # noqa: E402
 from support.settings import table_of  # noqa: E402
@@ -84,12 +85,8 @@ def command_problems(command: str) -> list[str]:
             found += [f"no target {name}" for name in arguments if name not in targets]
         if "train.py" in arguments:
             ours = arguments[arguments.index("train.py") :]
-            given = {
-                re.split("[=;]", word)[0].replace("--no-", "--")
-                for word in ours
-                if word[:2] == "--"
-            }
-            found += [f"no flag {word}" for word in given - {*flags}]
+            given = re.findall(r"(?<!\S)--[a-z0-9-]+", " ".join(ours).replace("--no-", "--"))
+            found += [f"no flag {word}" for word in given if word not in flags]
     return [f"{command}: {problem}" for problem in found]
 
 
@@ -134,14 +131,7 @@ def run_line(command: str, cwd: Path, timeout: int = FAST_TIMEOUT_S) -> str:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of the repository's files, without environments, runs and caches."""
-    ignored = shutil.ignore_patterns("__pycache__", ".*")
-    for path in ROOT.iterdir():
-        if path.name in FOLDERS:
-            shutil.copytree(path, tmp_path / path.name, ignore=ignored)
-        elif path.is_file():
-            shutil.copy2(path, tmp_path)
-    return tmp_path
+    return copy_project(tmp_path / "copy")
 
 
 @pytest.mark.structure

@@ -43,11 +43,11 @@ def make_input_files() -> None:
     torch.manual_seed(0)
     Path("llama").mkdir()
     write_ranks(Path("llama/tokenizer.model"), {bytes([byte]): byte for byte in range(256)})
-    said = dict(model_type="llama", hidden_size=32, num_attention_heads=2, num_hidden_layers=3)
-    said |= dict(intermediate_size=128, num_key_value_heads=2, rope_theta=5e5)
-    said |= dict(rms_norm_eps=1e-5, tie_word_embeddings=True)
-    said["rope_scaling"] = Scaling(8, 1, 4, 64).as_published()
-    Path("llama/config.json").write_text(json.dumps(said))
+    about = dict(model_type="llama", hidden_size=32, num_attention_heads=2, num_hidden_layers=3)
+    about |= dict(intermediate_size=128, num_key_value_heads=2, rope_theta=5e5)
+    about |= dict(rms_norm_eps=1e-5, tie_word_embeddings=True)
+    about["rope_scaling"] = Scaling(8, 1, 4, 64).as_published()
+    Path("llama/config.json").write_text(json.dumps(about))
     llama = dict(pos="rope", norm="rmsnorm", mlp="swiglu", bias=False)
     for file, layout, rows, switches in (
         ("gpt2.safetensors", GPT2_LAYOUT, 320, {}),

@@ -195,19 +195,3 @@ def test_the_commit_is_known_in_any_working_folder_and_none_without_git(tmp_path
         run_folder.commit.cache_clear()
         assert run_folder.provenance()["commit"] == commit
     run_folder.commit.cache_clear()
-
-
-def test_resuming_truncates_the_log_to_the_checkpoint(tmp_path):
-    file = tmp_path / "log.jsonl"
-    log = Log(file.open("a+b"))
-    log.write("train", step=1)
-    size = log.size()
-    log.write("train", step=2)
-    log.file.write(b'{"event": "tra')  # a line that a kill cut off
-    log.file.close()
-    Log().write("train", step=1)  # another rank, which writes nothing
-    log = Log(file.open("a+b"))
-    log.cut(size)
-    log.write("train", step=2, again=True)
-    assert [line["step"] for line in read_log(tmp_path)] == [1, 2]
-    assert log.size() == file.stat().st_size

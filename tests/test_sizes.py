@@ -10,18 +10,17 @@ import pytest
 import torch
 from conftest import ALL_ON, SMALL, contents, refusal
 from small_stores import ONE
+from test_plan import plan
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-import config
 import train
 from bert import BertConfig
-from data import open_data
 from model import TransformerConfig
-from plan import Plan
 from support.clock import Clock
 from support.runtime import Runtime
 from support.settings import SIZES, OptimConfig, with_defaults
 from support.sizes import flops_of_step, micro_batch_rows, parameter_count, peak_flops
+from support.store import Store
 
 
 def test_parameter_counts_equal_published_ones():
@@ -80,14 +79,7 @@ MAPPING = {  # what torch's counter lacks, and causal attention counted as half 
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: backward_flops,
     torch.ops.aten.addmm_: addmm_flops,
 }
-FEW = "--layers 3 --seq-len 256 --batch-tokens 1024 --tokens 100000 --optimizer adamw"
-
-
-def plan_of(line: str) -> Plan:
-    settings = config.build(config.parse(line.split()))
-    data = open_data(settings.data, ONE)
-    shape = config.transformer_config(settings, -(-data.encoding.n_vocab // 64) * 64)
-    return Plan(settings, data.store, config.task_of(settings, data.encoding), ONE, shape)
+FEW = "--layers 3 --heads 4 --width 128 --seq-len 256 --batch-tokens 1024 --optimizer adamw"
 
 
 # The upper limit allows for work that a CPU adds: documents in one call are padded to one length,
@@ -106,10 +98,10 @@ STEPS = [
 
 
 @pytest.mark.parametrize(("flags", "at_most"), STEPS)
-def test_the_flops_of_a_step_equal_torchs_count(flags, at_most):
-    plan = plan_of(f"{FEW} {flags}")
-    step, net = plan(Clock()), plan.model.build()
-    trainer = train.assemble(plan.settings, model=net, runtime=ONE, micro_batch=4)
+def test_the_flops_of_a_step_equal_torchs_count(store_dir, flags, at_most):
+    to_come = plan(Store.open(store_dir), f"{FEW} --tokens 100000 {flags}")
+    step, net = to_come(Clock()), to_come.model.build()
+    trainer = train.assemble(to_come.settings, model=net, runtime=ONE, micro_batch=4)
     with FlopCounterMode(display=False, custom_mapping=MAPPING) as counter:
         trainer.train_step(step)
     assert 0.999 < counter.get_total_flops() / step.after.flops < at_most
@@ -176,8 +168,8 @@ def test_a_forecast_equals_an_example_worked_by_hand(store_dir):
     and the rest / 256 is 8,000 steps. Without dropping there are 16,000, or 15,995 after five.
     """
     dropping = "--ltd --ltd-start 16 --ltd-share 0.5 --tokens 4096000"
-    plan = plan_of(f"{SMALL} --data {store_dir} {dropping}")
-    ahead, plain = plan.forecast(Clock()), plan.without_techniques()
+    to_come = plan(Store.open(store_dir), dropping)
+    ahead, plain = to_come.forecast(Clock()), to_come.without_techniques()
     assert (ahead.steps, ahead.tokens) == (18_667, 18_667 * 256)
     assert plain.forecast(Clock(step=5, consumed_tokens=1280)).steps == 15_995
     assert plain.forecast(Clock()).flops == 16_000 * plain(Clock()).after.flops
