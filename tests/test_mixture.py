@@ -175,8 +175,7 @@ def test_off_is_absent_and_neutral_is_identity(run, store_dir, monkeypatch):
 
 
 def test_a_run_resumes_exactly_after_its_stores_have_moved(run, stores, tmp_path):
-    given = mix(stores, 0.7, 0.3)
-    flags = f"{SMALLER} --data {given}"
+    flags = f"{SMALLER} --data {mix(stores, 0.7, 0.3)}"
     whole = metrics(run(flags, out="whole"))
     with at_step(5, terminate), pytest.raises(AssertionError):  # the status is 143, not 0
         run(flags, out="stopped")

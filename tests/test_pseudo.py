@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from conftest import ALL_ON, losses_of, metrics, read_log, refusal
+from conftest import ALL_ON, at_step, losses_of, metrics, read_log, refusal
 from hypothesis import given
 from hypothesis import strategies as st
 from small_batches import loss_of, plain_rows
@@ -261,15 +261,14 @@ def test_a_shadow_is_evaluated_and_sampled_like_any_model(folder_of, capsys, mon
 
 def test_a_stage_frees_the_model_of_the_one_before(run, monkeypatch):
     """Otherwise the weights and optimizer state of the first stage would stay to the end."""
-    before, alive, enter_stage = [], [], train.enter_stage
+    made, alive, assemble = [], [], train.assemble
 
-    def noting(trainer, step, log):
-        alive.append([of() is not None for of in before])
-        old = weakref.ref(trainer.optimizers)
-        enter_stage(trainer, step, log)
-        if old() is not trainer.optimizers:
-            before.append(old)
+    def noting(*args, **more):
+        trainer = assemble(*args, **more)
+        made.append(weakref.ref(trainer.optimizers))
+        return trainer
 
-    monkeypatch.setattr(train, "enter_stage", noting)
-    run(f"{SHORT} --pseudo --pseudo-layers 2 --pseudo-until 0.5")
-    assert alive[-1] == [False]
+    monkeypatch.setattr(train, "assemble", noting)
+    with at_step(8, lambda: alive.extend(optimizers() is not None for optimizers in made)):
+        run(f"{SHORT} --pseudo --pseudo-layers 2 --pseudo-until 0.5")
+    assert alive == [False, True]
