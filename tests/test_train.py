@@ -123,7 +123,7 @@ def test_combinations_of_techniques_run(run, tmp_path, flags):
 # At the default learning rate, so small a model amplifies rounding errors by 30 in 20 steps.
 CURVE = f"{ALL_ON} --tokens 1500 --lr 1e-3 --eval-every 0 --checkpoint-every 0"
 # Two samples a step, whose pieces often fit in one row; then the second rank has no row.
-BLANK = "--pack-batch documents --model bert --seq-len 1024 --batch-tokens 2048 --tokens 5000"
+BLANK = "--pack-batch documents --model bert --seq-len 1024 --batch-tokens 2048 --tokens 3000"
 SHARED = "--pseudo --pseudo-group 2 --pseudo-until 0.5"
 
 
