@@ -134,7 +134,7 @@ def test_accumulation_does_not_change_the_curve(log_of, more):
     assert len(whole) > 5
     for a, b in zip(whole, parts, strict=True):
         assert b["loss"] == pytest.approx(a["loss"], abs=1e-5)
-        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-5)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
 
 
 @pytest.mark.dist
