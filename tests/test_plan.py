@@ -99,9 +99,10 @@ def test_the_example_in_the_head_of_plan_py_is_right(store):
         assert rows_as_pieces(step.window.rows) == rows_as_pieces(of_step)
 
 
+TOGETHER = "--pack --pack-batch documents"
 RARE = "--model bert --nsp --curriculum length-rarity"
 UNPACKED = [
-    ("--pack --pack-max-per-row 1 --pack-batch rows", "--pack --pack-batch documents"),
+    ("--pack --pack-max-per-row 1 --pack-batch rows", f"{TOGETHER} --loss-per document"),
     ("--model bert", "--model bert --pack --loss-per document"),
     (RARE, f"{RARE} --pack"),
 ]
