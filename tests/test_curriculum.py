@@ -4,6 +4,7 @@ import inspect
 import math
 import re
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 from conftest import ROOT, refusal
@@ -65,8 +66,7 @@ def test_levels_are_spread_over_the_budget_and_may_fall():
     assert [course.at(t).max_piece_len for t in (0, 250, 499, 500)] == [8, 128, 248, 256]
     course = course_of("seqlen", pace="discrete:64@0.1:256@0.2:128")
     assert [course.at(t).max_piece_len for t in (10, 11, 20, 21, 100)] == [64, 256, 256, 128, 128]
-    indexes = {"rarity": index_of([4, 1, 3, 2])}
-    course = course_of(indexes=indexes, pace="discrete:25@0.5:100@0.6:50")
+    course = course_of("rarity", [4, 1, 3, 2], pace="discrete:25@0.5:100@0.6:50")
     assert [members(course.at(t)) for t in (50, 55, 61)] == [[1], [0, 1, 2, 3], [1, 3]]
 
 
@@ -76,13 +76,13 @@ def distinct(tokens, lengths, _):
     return np.array([len(np.unique(sample)) / len(sample) for sample in samples])
 
 
-def test_the_metric_of_docs_extending_works(run, monkeypatch):
+def test_the_metric_of_docs_extending_works(run, no_sample_or_report, monkeypatch):
     """It is one line in a dictionary."""
     page = (ROOT / "docs" / "extending.md").read_text()
     assert inspect.getsource(distinct) in page
     monkeypatch.setitem(analyze.METRICS, "distinct", analyze.Metric(distinct))
     chosen = "--curriculum seqlen,distinct --curriculum-start 8,50 --curriculum-pace linear"
-    lines = run(f"{chosen} --tokens 2K --eval-every 0")
+    lines = run(f"{chosen} --tokens 1K --eval-every 0 --layers 1")
     steps = [line for line in lines if line["event"] == "train"]
     assert (steps[0]["difficulty_distinct"], steps[-1]["difficulty_distinct"]) == (50, 100)
     assert distinct(np.array([3, 3, 5, 7]), np.array([3, 1]), None).tolist() == [2 / 3, 1]
@@ -121,14 +121,13 @@ def test_each_metric_can_have_its_own_settings():
 def test_each_metric_can_have_its_own_unit():
     levels = parse("length", pace="discrete:32@0.1:256", by="value")["length"].levels
     assert levels == (32, 256), "discrete levels need no start"
-    indexes = {"rarity": index_of([40, 10, 20, 30]), "length": index_of([1, 2, 3, 4])}
-    words = {"start": "30,25", "share": "1", "pace": "linear"}
-    course = course_of("rarity,length", indexes, by="value,percentile", **words)
-    stage = course.at(0)  # rarity up to 30: samples 1, 2, 3; the easiest 25 % by length: sample 0
+    values, words = ([40, 10, 20, 30], [1, 2, 3, 4]), {"by": "value,percentile", "start": "30,25"}
+    # rarity up to 30: samples 1, 2, 3; the easiest 25 % by length: sample 0
+    stage = course_of("rarity,length", *values, **words).at(0)
     assert members(stage) == [1] and "widened to the easiest 26 % of each" in stage.note
     assert stage.difficulty == {"rarity": 30, "length": 26}
-    indexes = {"rarity": index_of([1, 2, 3, 4]), "length": index_of([5, 4, 3, 2])}
-    stage = course_of("rarity,length", indexes, by="value", start="1,2").at(0)
+    values = [1, 2, 3, 4], [5, 4, 3, 2]
+    stage = course_of("rarity,length", *values, by="value", start="1,2").at(0)
     assert members(stage) == [1, 2], "the easiest two of each have none in common, three have two"
     assert stage.difficulty == {"rarity": 3, "length": 4} and "51 % of each" in stage.note
 
@@ -154,8 +153,10 @@ def test_invalid_settings_are_refused():
             assert re.search(f"--curriculum-{name}|level", refusal(parse, metric, **words))
 
 
-def course_of(metric="rarity", indexes=None, budget=100, seq_len=256, **words):
-    return Curriculum(parse(metric, seq_len, **words), budget, seq_len, indexes or {})
+def course_of(metric, *values, budget=100, seq_len=256, **words):
+    """Args: values of each sample, for every metric that ranks samples"""
+    indexes = dict(zip(metric.split(","), map(index_of, values), strict=False))
+    return Curriculum(parse(metric, seq_len, **words), budget, seq_len, indexes)
 
 
 # ---- which samples may be drawn
@@ -176,12 +177,12 @@ def members(stage, everything=4) -> list[int]:
 
 def test_pools_equal_a_worked_example():
     """Values 5, 1, 3, 3, 9: from the easiest, samples 1, 2, 3, 0, 4. Ties are sorted by number."""
-    settings = {"indexes": {"rarity": index_of([5, 1, 3, 3, 9])}, "share": "1", "pace": "linear"}
-    percent = course_of(**settings, start="20")
+    course = partial(course_of, "rarity", [5, 1, 3, 3, 9], share="1", pace="linear")
+    percent = course(start="20")
     assert members(percent.at(0)) == [1] and percent.at(26).difficulty == {"rarity": 40}
     assert members(percent.at(26)) == [1, 2] and members(percent.at(27)) == [1, 2, 3]
     assert percent.at(100).pool is None
-    value = course_of(**settings, start="1", by="value")
+    value = course(start="1", by="value")
     assert members(value.at(0)) == [1] and value.at(0).difficulty == {"rarity": 1}
     assert members(value.at(25)) == [1, 2, 3], "equal values enter together"
     assert members(value.at(99)) == [0, 1, 2, 3] and value.at(100).pool is None
@@ -201,10 +202,9 @@ def test_by_percentile_a_pool_is_what_all_metrics_allow(data, percent, other):
     """
     n = data.draw(st.integers(1, 40))
     rows = [data.draw(st.lists(st.integers(0, 9), min_size=n, max_size=n)) for _ in range(2)]
-    alone = course_of(indexes={"rarity": index_of(rows[0])}, start=str(percent), share="1").at(0)
+    alone = course_of("rarity", rows[0], start=str(percent)).at(0)
     assert members(alone, n) == sorted(easiest(rows[0], percent))
-    indexes = dict(zip(("rarity", "length"), map(index_of, rows), strict=True))
-    stage = course_of("rarity,length", indexes, start=f"{percent},{other}", share="1").at(0)
+    stage = course_of("rarity,length", *rows, start=f"{percent},{other}").at(0)
 
     def both(widened):
         return easiest(rows[0], max(percent, widened)) & easiest(rows[1], max(other, widened))
@@ -224,8 +224,7 @@ def test_by_value_a_pool_is_every_sample_up_to_the_level(values, level):
     DeepSpeed's data_sampler.py raises an exception in this case.
     """
     values = [*values, 13]
-    indexes = {"rarity": index_of(values)}
-    stage = course_of(indexes=indexes, by="value", start=str(level), share="1").at(0)
+    stage = course_of("rarity", values, by="value", start=str(level)).at(0)
     bound = max(level, min(values))
     expected = [sample for sample, value in enumerate(values) if value <= bound]
     assert members(stage, len(values)) == expected and stage.difficulty["rarity"] == bound
@@ -234,8 +233,8 @@ def test_by_value_a_pool_is_every_sample_up_to_the_level(values, level):
 
 def test_metrics_below_1_are_refused_by_value():
     for values in ([0.2, 0.9], [-5, -1]):
-        indexes = {"rarity": index_of(values)}
-        assert "--curriculum-by value" in refusal(course_of, indexes=indexes, by="value", start="1")
+        message = refusal(course_of, "rarity", values, by="value", start="1")
+        assert "--curriculum-by value" in message
 
 
 # ---- pools

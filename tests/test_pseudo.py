@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from conftest import ALL_ON, losses_of, metrics, read_log, refusal
+from conftest import ALL_ON, at_step, losses_of, metrics, read_log, refusal
 from hypothesis import given
 from hypothesis import strategies as st
 from small_batches import loss_of, plain_rows
@@ -158,14 +158,12 @@ def test_doubling_twice_equals_quadrupling():
         torch.testing.assert_close(*states, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_new_layers_are_copies_of_their_neighbours(kind):
-    owners = stage(6, 3, 3)  # 0 . 2 . . 5
-    model, state = train_model(owners, kind)
+def test_new_layers_are_copies_of_their_neighbours():
+    model, state = train_model(stage(6, 3, 3))  # 0 . 2 . . 5
     grown = hand_over(state, tuple(range(6)), "copy")["model"]
-    matrices = [grown[f"h.{layer}.mlp.c_fc.weight"] for layer in range(6)]
-    same = [[torch.equal(a, b) for b in matrices].index(True) for a in matrices]
-    assert same == [0, 0, 2, 2, 4, 4], "layer 4 is a copy of layer 5"
+    for layer, source in enumerate((0, 0, 2, 2, 5, 5)):
+        name = "h.{}.mlp.c_fc.weight".format
+        assert torch.equal(grown[name(layer)], state["model"][name(source)])
     copied = {**state, "model": grown, "pseudo": {"owners": range(6)}}
     assert not torch.equal(logits_of(model_from(copied)), logits_of(model))
 
@@ -194,43 +192,24 @@ def test_shared_weights_get_the_mean_gradient_of_their_layers():
         assert torch.allclose(parameter.grad, gradient, rtol=1e-4, atol=1e-6), name
 
 
-# ---- runs
+# ---- runs; test_train.py says that off is absent and neutral is identity
 
-SHORT = "--eval-every 0 --tokens 2048 --checkpoint-every 0"
+SHORT = "--eval-every 0 --tokens 1536 --checkpoint-every 0"
 SAVED = "--checkpoint-every 256 --keep 20"
 SHARED = f"--pseudo --pseudo-group 2 {ALL_ON} --checkpoint-activations --dropout 0.1"
 PARTING = f"{SHARED} --pseudo-until 0.5 {SAVED}"
 GROWING = f"--pseudo --pseudo-layers 2 --pseudo-until 0.5 --ltd --ltd-start 16 {SAVED}"
-DOUBLING = f"--pseudo --pseudo-group 1 --pseudo-until 0.3,0.6 {SAVED}"
+DOUBLING = f"--pseudo --pseudo-group 1 --pseudo-until 0.3,0.6 {SAVED} --optimizer adamw"
 write_sample = sample.continue_text
 
 
 @pytest.fixture
 def folder_of(no_sample_or_report, finished):
-    """The folder of a run of about eight steps, made once: folder_of("--ltd")"""
+    """The folder of a run of about six steps, made once: folder_of("--ltd")"""
     return lambda flags="": finished(f"{SHORT} {flags}")
 
 
-def test_off_is_absent(folder_of, monkeypatch):
-    plain = metrics(read_log(folder_of()))
-    for name in ("stage", "owners_at", "share_weights", "hand_over", "parse_until", "average"):
-        monkeypatch.setattr(pseudo, name, None)  # a call would fail
-    assert metrics(read_log(folder_of("--seed 1337"))) == plain
-    monkeypatch.undo()
-    monkeypatch.setattr(pseudo, "average", None)
-    with pytest.raises(TypeError):  # control: a run that shares weights calls it
-        folder_of(SHARED)
-
-
-@pytest.mark.parametrize("base, neutral", [("", "--pseudo-group 4"), (ALL_ON, "--pseudo-layers 4")])
-def test_neutral_is_identity(folder_of, base, neutral):
-    """A unit of all layers, or all layers present from the start."""
-    run = folder_of(f"{base} --pseudo {neutral}")
-    assert metrics(read_log(run)) == metrics(read_log(folder_of(base)))
-
-
-DOUBLING_BERT = f"{DOUBLING} --optimizer adamw --model bert --nsp"
-SWITCHES = [(PARTING, (-1, 0, 1)), (GROWING, (0,)), (DOUBLING_BERT, (-1, 0))]
+SWITCHES = [(PARTING, (-1, 0, 1)), (GROWING, (0,)), (f"{DOUBLING} --model bert --nsp", (-1, 0))]
 
 
 @pytest.mark.parametrize("flags, places", SWITCHES, ids=["shared", "growing", "doubling"])
@@ -265,13 +244,10 @@ def test_tokens_count_by_the_share_of_layers_that_are_present(folder_of):
     At first only layers 0 and 3 are present, which never drop tokens.
     """
     steps = read_log(folder_of(GROWING), "train")
-    consumed, worked = (
-        [after[name] - before[name] for before, after in pairwise(steps)]
-        for name in ("consumed_tokens", "layer_tokens")
-    )
-    assert consumed[0] == 128 and consumed[-1] == 256
+    counts = [line["layer_tokens"] for line in steps]
+    assert counts == [4 * line["consumed_tokens"] for line in steps]
+    worked = [after - before for before, after in pairwise([0, *counts])]
     assert worked[0] == 8 * 2 * 32 and 8 * (2 * 32 + 2 * 16) in worked
-    assert steps[-1]["layer_tokens"] == 4 * steps[-1]["consumed_tokens"]
 
 
 def test_a_shadow_is_evaluated_and_sampled_like_any_model(folder_of, capsys, monkeypatch):
@@ -285,15 +261,14 @@ def test_a_shadow_is_evaluated_and_sampled_like_any_model(folder_of, capsys, mon
 
 def test_a_stage_frees_the_model_of_the_one_before(run, monkeypatch):
     """Otherwise the weights and optimizer state of the first stage would stay to the end."""
-    before, alive, enter_stage = [], [], train.enter_stage
+    made, alive, assemble = [], [], train.assemble
 
-    def noting(trainer, step, log):
-        alive.append([of() is not None for of in before])
-        old = weakref.ref(trainer.optimizers)
-        enter_stage(trainer, step, log)
-        if old() is not trainer.optimizers:
-            before.append(old)
+    def noting(*args, **more):
+        trainer = assemble(*args, **more)
+        made.append(weakref.ref(trainer.optimizers))
+        return trainer
 
-    monkeypatch.setattr(train, "enter_stage", noting)
-    run(f"{SHORT} --pseudo --pseudo-layers 2 --pseudo-until 0.5")
-    assert alive[-1] == [False]
+    monkeypatch.setattr(train, "assemble", noting)
+    with at_step(8, lambda: alive.extend(optimizers() is not None for optimizers in made)):
+        run(f"{SHORT} --pseudo --pseudo-layers 2 --pseudo-until 0.5")
+    assert alive == [False, True]
