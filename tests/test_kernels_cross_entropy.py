@@ -167,11 +167,13 @@ def test_ignored_targets_have_no_loss_even_with_nan_logits(impl, device):
     assert token_losses(x, weight, bias, targets).isfinite().all()
 
 
-def test_a_target_outside_the_vocabulary_makes_the_kernels_loss_nan():
+def test_a_target_outside_the_vocabulary_is_an_error_and_makes_the_kernels_loss_nan():
     needs_triton()
     inputs = place(torch.float32, "cpu", *head(2, ignored=0))
     for no_token in (V, -1, 2**40):
         inputs[3][1] = no_token
+        with pytest.raises(RuntimeError, match="index .* is out of bounds"):
+            linear_cross_entropy(*inputs[:4], "chunked")
         assert linear_cross_entropy(*inputs[:4], "triton").isnan()
 
 

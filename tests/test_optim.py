@@ -14,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_batches import loss_of, plain_rows
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from model import Transformer, TransformerConfig
 from support import optim
@@ -253,6 +255,23 @@ def check_shares(flags: list[str]) -> None:
         shared = optim.orthogonalised_by_ranks(matrices, (shape[0],))
         assert torch.equal(shared, orthogonalised(matrices))
     assert counts == [-(-4 // ranks)] * len(SHAPES)
+
+    # matrices whose rows are sharded over the ranks become equal to whole ones
+    mesh, generator = init_device_mesh("cpu", (ranks,)), torch.Generator().manual_seed(0)
+
+    def draw(shape: torch.Size) -> tuple[Tensor, Tensor]:
+        whole = torch.randn(shape, generator=generator)
+        return whole, distribute_tensor(whole.clone(), mesh, [Shard(0)], src_data_rank=None)
+
+    whole, shards = zip(*map(draw, 2 * SHAPES), strict=True)
+    plain, sharded = (muon(matrices, fused=(144, 48)) for matrices in (whole, shards))
+    for _ in range(3):
+        for parameter, its in zip(whole, shards, strict=True):
+            parameter.grad, its.grad = draw(parameter.shape)
+        plain.step(0.1)
+        sharded.step(0.1)
+    for parameter, its in zip(whole, shards, strict=True):
+        assert torch.equal(its.full_tensor(), parameter)
     dist.destroy_process_group()
 
 

@@ -353,6 +353,7 @@ UNSUPPORTED = [
     (GPT2 | {"activation_function": "relu"}, "activation must be gelu_new or gelu, got relu"),
     (GPT2 | {"bias": False}, "bias must be True, not False"),
     (LLAMA | {"rope_scaling": {"type": "yarn"}} | OTHER_ROPE, "rope_type yarn"),
+    (LLAMA | {"rope_scaling": Scaling(8, 1, 4, 0).as_published()}, "'8:1:4:0' is not factor:slow"),
     (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx must be False"),
 ]
 
