@@ -195,7 +195,8 @@ class Evaluation:
         scorer = Scorer(model, runtime, micro_batch, show)
         of_each = []
         for part in self.parts:
-            of_piece = scorer.sums(self.nats, 3, part.text.rows, self.reader(part, part.text))
+            read = self.reader(part, part.text)
+            of_piece = scorer.sums(self.score_targets, 3, part.text.rows, read)
             numbers = part.text.document
             nats, targets, size = sum_by_key(numbers, len(part.documents), of_piece)
             if not targets.any():
@@ -224,7 +225,7 @@ class Evaluation:
 
         return read
 
-    def nats(self, model: nn.Module, runtime: Runtime, batch: Batch) -> tuple[Tensor, ...]:
+    def score_targets(self, model: nn.Module, runtime: Runtime, batch: Batch) -> tuple[Tensor, ...]:
         """Measure each target: its nats, 1 to count it, and its bytes."""
         moved = batch.to(runtime.device)
         losses = model.losses(model(*moved.inputs), moved).cpu()  # (B, T)

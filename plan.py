@@ -166,7 +166,7 @@ class Plan:
     def cursor_at(self, consumed_tokens: int, last: Cursor) -> Cursor:
         """Return the cursor to draw from now; if the pool has changed, start a new shuffle here."""
         if self.stage_at(consumed_tokens).pool != self.stage_at(last.drawn_at_tokens).pool:
-            last = last._replace(stage_first_draw=last.first_draw)
+            last = last._replace(pool_first_draw=last.first_draw)
         return last._replace(drawn_at_tokens=consumed_tokens)
 
     def stage_at(self, consumed_tokens: int) -> Stage:
@@ -349,15 +349,15 @@ def draw_samples(
              seed the run's
     Returns: (count, 2) spans of tokens, and the cursor of the next draw
     """
-    first, stage_start = cursor.first_draw, cursor.stage_first_draw
-    key = seed_of(seed, "stage", stage_start) if stage_start else seed
+    first, pool_start = cursor.first_draw, cursor.pool_first_draw
+    key = seed_of(seed, "stage", pool_start) if pool_start else seed
     draws_per_sample = pool.reach / max(pool.size, 1) if pool else 1  # 1 with a single filter
     ids = np.empty(0, np.int64)
     while len(ids) < count:
         wanted = asked = count - len(ids)
         if draws_per_sample > 1:  # a few more than are needed on average
             asked = min(int(1.1 * draws_per_sample * wanted) + 64, SCAN)
-        numbers = np.arange(first - stage_start, first - stage_start + asked)
+        numbers = np.arange(first - pool_start, first - pool_start + asked)
         if pool:
             candidates = pool.ids(shuffled(numbers, pool.reach, key))
         else:

@@ -182,7 +182,7 @@ def hand_over(state: dict, owners: Owners, policy: str) -> dict:
         if owner == ABSENT:
             continue
         if owner != layer:  # an owner is the first of its layers, so its weights are there by now
-            new_weights |= named(block_of(new_weights, owner), layer)
+            new_weights |= with_layer(block_of(new_weights, owner), layer)
             continue
         source = origin(before, layer)
         block, kept = block_of(weights, source), block_of(moments, source)
@@ -193,8 +193,8 @@ def hand_over(state: dict, owners: Owners, policy: str) -> dict:
         ratio = before.count(source) / owners.count(layer)  # of uses
         if before[layer] == ABSENT or ratio != 1:
             kept = moments_for(kept, ratio, policy)
-        new_weights |= named(block, layer)
-        new_moments |= named(kept, layer)
+        new_weights |= with_layer(block, layer)
+        new_moments |= with_layer(kept, layer)
     return {
         **state,
         "model": new_weights,
@@ -209,7 +209,7 @@ def block_of(entries: dict[str, Any], layer: int) -> dict[str, Any]:
     return {name[len(prefix) :]: x for name, x in entries.items() if name.startswith(prefix)}
 
 
-def named(block: dict[str, Any], layer: int) -> dict[str, Any]:
+def with_layer(block: dict[str, Any], layer: int) -> dict[str, Any]:
     """Undo `block_of`, for any layer."""
     return {f"h.{layer}.{name}": value for name, value in block.items()}
 

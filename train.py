@@ -61,8 +61,8 @@ from support.runtime import (
     Runtime,
     check_agreement,
     made_by,
-    naming_step,
     refuse_step,
+    reporting_lost_ranks,
     start,
     sum_of_bits,
 )
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     size = started.size if started else model_size(settings, data.encoding)
     with Run(settings, runtime, size, data.store.meta, started) as run:
         try:
-            with naming_step(lambda: run.clock.step):
+            with reporting_lost_ranks(lambda: run.clock.step):
                 return run_training(run, data, micro_batch)
         except torch.OutOfMemoryError as error:
             remedy = "choose less, or add --checkpoint-activations or --offload"

@@ -104,6 +104,8 @@ def recorder(name: str, args: argparse.Namespace, **more: object) -> Callable[[d
         "hardware": torch.cuda.get_device_name() if on_gpu else cpu_name(),
         "device": args.device,
         **provenance(),
+        "torch": str(torch.__version__),
+        "threads": str(torch.get_num_threads()),
         "numpy": np.__version__,
         "commit": os.environ.get("COMMIT") or commit(),
         "bench": name,

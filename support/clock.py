@@ -34,7 +34,7 @@ class Cursor(NamedTuple):
     """Where in the text the next rows come from; plan.py's header walks through three steps."""
 
     first_draw: int = 0  # number of the draw at which the next row, or its window, begins
-    stage_first_draw: int = 0  # the first draw from the current pool of samples
+    pool_first_draw: int = 0  # the first draw from the current pool of samples
     drawn_at_tokens: int = 0  # consumed tokens when that window, or the last step, was drawn
     row: int = 0  # with --pack: how many rows of the window have been used
 

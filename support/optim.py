@@ -113,13 +113,13 @@ class Optimizers:
         directions = look_ahead(matrices, momenta)
         if is_dtensor(matrices[0]):
             directions = whole_matrices(directions, matrices)
-        stack = stacked(directions, self.device)  # (n, rows, columns)
+        batch = stack(directions, self.device)  # (n, rows, columns)
         del directions  # the iteration needs the memory
-        update = orthogonalised_by_ranks(stack.to(self.device, non_blocking=True), heights)
+        update = orthogonalise_by_ranks(batch.to(self.device, non_blocking=True), heights)
         weights = [local_rows(matrix) for matrix in matrices]
         torch._foreach_mul_(weights, 1 - lr * self.weight_decay)  # a GPU may still orthogonalise
-        if stack.is_pinned():  # its page-locked memory serves the way back too
-            update = stack.copy_(update)
+        if batch.is_pinned():  # its page-locked memory serves the way back too
+            update = batch.copy_(update)
         else:
             update = update.to(weights[0])
         if is_dtensor(matrices[0]):
@@ -226,7 +226,7 @@ def newton_schulz(X: Tensor) -> Tensor:
 
     X <- a X + b A X + c A^2 X,  A = X X^T
     """
-    X = normalised(X)
+    X = normalise(X)
     for _ in range(ITERATIONS):
         A = X @ X.mT  # (n, m, m)
         X = polynomial(A) @ X
@@ -239,7 +239,7 @@ def newton_schulz_by_gram(X: Tensor) -> Tensor:
     An iteration replaces X by Z X, where Z is a polynomial in A, and so A by Z A Z. The product of
     all Z is found first, and X multiplied only once. Not for bf16: errors of A would grow.
     """
-    X = normalised(X)
+    X = normalise(X)
     A = X @ X.mT  # (n, m, m)
     Z = product = polynomial(A)
     for _ in range(ITERATIONS - 1):
@@ -249,7 +249,7 @@ def newton_schulz_by_gram(X: Tensor) -> Tensor:
     return product @ X
 
 
-def normalised(X: Tensor) -> Tensor:
+def normalise(X: Tensor) -> Tensor:
     """Divide matrices by their norms, so that no singular value is above 1."""
     return X / X.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
 
@@ -262,7 +262,7 @@ def polynomial(A: Tensor) -> Tensor:
     return Z
 
 
-def orthogonalised(matrices: Tensor) -> Tensor:
+def orthogonalise(matrices: Tensor) -> Tensor:
     """Return U V^T, approximately, for every matrix U S V^T.
 
     Singular values above 0.002 of the matrix's norm come out between 0.68 and 1.2, smaller ones
@@ -279,7 +279,7 @@ def orthogonalised(matrices: Tensor) -> Tensor:
     return X.mT if is_tall else X
 
 
-# ---- Muon: from gradients to what is orthogonalised, and over ranks
+# ---- Muon: before and after the iteration, and over ranks
 
 
 def look_ahead(matrices: list[Tensor], momenta: list[Tensor]) -> list[Tensor]:
@@ -297,7 +297,7 @@ def whole_matrices(rows: list[Tensor], matrices: list[Tensor]) -> list[Tensor]:
     return [as_dtensor(part.to(dtype), like=matrix).full_tensor() for part, matrix in pairs]
 
 
-def stacked(matrices: list[Tensor], device: torch.device) -> Tensor:
+def stack(matrices: list[Tensor], device: torch.device) -> Tensor:
     """Stack matrices to (n, rows, columns), in page-locked memory if a GPU will copy them."""
     first = matrices[0]
     if device.type != "cuda" or first.is_cuda:
@@ -306,28 +306,28 @@ def stacked(matrices: list[Tensor], device: torch.device) -> Tensor:
     return torch.stack(matrices, out=pinned)
 
 
-def orthogonalised_by_ranks(stacked: Tensor, heights: tuple[int, ...]) -> Tensor:
+def orthogonalise_by_ranks(stacked: Tensor, heights: tuple[int, ...]) -> Tensor:
     """Orthogonalise (n, rows, columns), equal on all ranks; of 6, each of 4 ranks does 2 or 0."""
     dtype = torch.bfloat16 if stacked.is_cuda else torch.float32
     matrices = stacked.reshape(-1, sum(heights), stacked.shape[2])
     if not dist.is_initialized():
-        return orthogonalised_each(matrices.to(dtype), heights).reshape(stacked.shape)
+        return orthogonalise_each(matrices.to(dtype), heights).reshape(stacked.shape)
     n, world_size = len(matrices), dist.get_world_size()
     most = -(-n // world_size)  # matrices per rank
     chunk = matrices[dist.get_rank() * most :][:most]
     chunk = F.pad(chunk, (0, 0, 0, 0, 0, most - len(chunk)))  # append matrices of zeros
-    chunk = orthogonalised_each(chunk.to(dtype), heights).contiguous()
+    chunk = orthogonalise_each(chunk.to(dtype), heights).contiguous()
     gathered = chunk.new_empty(world_size * most, *chunk.shape[1:])
     # torch 2.13 renamed this function and warns about the old name.
     getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(gathered, chunk)
     return gathered[:n].reshape(stacked.shape)
 
 
-def orthogonalised_each(matrices: Tensor, heights: tuple[int, ...]) -> Tensor:
-    """Apply `orthogonalised` to matrices (n, rows, columns), cut into these heights."""
+def orthogonalise_each(matrices: Tensor, heights: tuple[int, ...]) -> Tensor:
+    """Apply `orthogonalise` to matrices (n, rows, columns), cut into these heights."""
     if len(heights) == 1:
-        return orthogonalised(matrices)
-    return torch.cat([orthogonalised(part) for part in matrices.split(heights, dim=1)], dim=1)
+        return orthogonalise(matrices)
+    return torch.cat([orthogonalise(part) for part in matrices.split(heights, dim=1)], dim=1)
 
 
 def slice_of_rank(matrices: Tensor, rows: int) -> Tensor:

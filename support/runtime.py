@@ -228,7 +228,7 @@ def result_of(action: Callable[[], Value]) -> Value | ValueError:
 
 
 @contextmanager
-def naming_step(step: Callable[[], int]) -> Iterator[None]:
+def reporting_lost_ranks(step: Callable[[], int]) -> Iterator[None]:
     """When torch reports that another rank is gone, print the current step and end this process."""
     try:
         yield

@@ -172,7 +172,7 @@ def test_a_target_outside_the_vocabulary_is_an_error_and_makes_the_kernels_loss_
     inputs = place(torch.float32, "cpu", *head(2, ignored=0))
     for no_token in (V, -1, 2**40):
         inputs[3][1] = no_token
-        with pytest.raises(RuntimeError, match="index .* is out of bounds"):
+        with pytest.raises(RuntimeError, match=r"index .* is out of bounds"):
             linear_cross_entropy(*inputs[:4], "chunked")
         assert linear_cross_entropy(*inputs[:4], "triton").isnan()
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from model import Transformer, TransformerConfig
 from support import optim
 from support.clock import Clock
-from support.optim import Optimizers, learning_rate, lr_at, orthogonalised
+from support.optim import Optimizers, learning_rate, lr_at, orthogonalise
 from support.runtime import start
 from support.settings import SCHEDULES, OptimConfig
 
@@ -158,13 +158,13 @@ def test_orthogonalised_equals_the_definition(shape):
     for smallest in (1e-12, 1e-4):
         matrices = matrices_of(shape, smallest)
         truth = torch.stack([definition(matrix) for matrix in matrices])
-        assert error(orthogonalised(matrices.float()), truth) < 1e-3
-    assert error(orthogonalised(matrices), truth) < 1e-7
+        assert error(orthogonalise(matrices.float()), truth) < 1e-3
+    assert error(orthogonalise(matrices), truth) < 1e-7
     rounded = torch.stack([definition(matrix) for matrix in matrices.bfloat16()])
-    assert error(orthogonalised(matrices.bfloat16()), truth) < 2 * error(rounded, truth)
-    values = torch.linalg.svdvals(orthogonalised(matrices_of(shape, 0.02)))
+    assert error(orthogonalise(matrices.bfloat16()), truth) < 2 * error(rounded, truth)
+    values = torch.linalg.svdvals(orthogonalise(matrices_of(shape, 0.02)))
     assert 0.6 < values.min() and values.max() < 1.3
-    assert orthogonalised(torch.zeros(2, *shape)).count_nonzero() == 0
+    assert orthogonalise(torch.zeros(2, *shape)).count_nonzero() == 0
 
 
 def muon(matrices: list[Tensor], fused: tuple[int, ...] = (), **more: object) -> Optimizers:
@@ -232,7 +232,7 @@ def test_stacked_matrices_move_as_separate_ones(rows):
 
 def test_muon_orthogonalises_on_the_device_that_it_is_given(monkeypatch):
     ones = Mock(side_effect=lambda stacked, heights: torch.ones(stacked.shape))
-    monkeypatch.setattr(optim, "orthogonalised_by_ranks", ones)
+    monkeypatch.setattr(optim, "orthogonalise_by_ranks", ones)
     for on in ("cpu", "meta"):
         matrix = torch.zeros(4, 4)
         matrix.grad = torch.ones(4, 4)
@@ -247,13 +247,13 @@ def check_shares(flags: list[str]) -> None:
 
     def counted(matrices: Tensor) -> Tensor:
         counts.append(len(matrices))
-        return orthogonalised(matrices)
+        return orthogonalise(matrices)
 
-    optim.orthogonalised = counted
+    optim.orthogonalise = counted
     for shape in SHAPES:
         matrices = matrices_of(shape, 0.02, n=4).float()
-        shared = optim.orthogonalised_by_ranks(matrices, (shape[0],))
-        assert torch.equal(shared, orthogonalised(matrices))
+        shared = optim.orthogonalise_by_ranks(matrices, (shape[0],))
+        assert torch.equal(shared, orthogonalise(matrices))
     assert counts == [-(-4 // ranks)] * len(SHAPES)
 
     # matrices whose rows are sharded over the ranks become equal to whole ones

@@ -226,8 +226,8 @@ def test_pools_grow_and_a_stage_draws_every_sample_before_any_twice(indexed):
     p = indexed("--curriculum rarity --tokens 40000")
     stage_ids, since, steps = [], 0, first_steps(p, 150)
     for step in steps:
-        if step.after.cursor.stage_first_draw != since:
-            since, stage_ids = step.after.cursor.stage_first_draw, []
+        if step.after.cursor.pool_first_draw != since:
+            since, stage_ids = step.after.cursor.pool_first_draw, []
         pool = p.stage_at(step.before.consumed_tokens).pool
         spans = drawn(p, step.before.cursor.first_draw, p.rows_per_step, since, pool)[0]
         ids = ((spans[:, 0] - p.samples.start) // 32).tolist()
@@ -238,7 +238,7 @@ def test_pools_grow_and_a_stage_draws_every_sample_before_any_twice(indexed):
         for first in range(0, len(stage_ids), reach):
             part = stage_ids[first : first + reach]
             assert len(set(part)) == len(part)
-    stages = {step.after.cursor.stage_first_draw for step in steps}
+    stages = {step.after.cursor.pool_first_draw for step in steps}
     assert len(stages) == len({p.columns(step)["pool"] for step in steps}) > 30, "one per pool"
     assert reach == len(p.samples)
     for number in range(2):

@@ -198,7 +198,7 @@ SIGNALS = {
     # the second of a step after which an evaluation is due; the resumed run begins with it
     "micro-batch": (PARTS, (train, "block_runner"), 6, signal.SIGINT),
     # not the last one; the run saves after the next step
-    "in an evaluation": (PAIRS, (Evaluation, "nats"), 2, signal.SIGHUP),
+    "in an evaluation": (PAIRS, (Evaluation, "score_targets"), 2, signal.SIGHUP),
 }
 
 
