@@ -59,7 +59,7 @@ def layout(doc_ids: Tensor) -> tuple[Tensor, Tensor]:
         call_lengths, call = padded_lengths, padded_call
         first, tokens = first[by_length], tokens[by_length]
         room = torch.where(padded > 0, padded, tokens)
-        moved = fill(slots, first, tokens, room)
+        moved = lay_out(slots, first, tokens, room)
     count = len(call_lengths)
     calls = torch.zeros(1 + B * T, 2, dtype=torch.int64)
     calls[0, 0], calls[0, 1] = count, moved
@@ -79,7 +79,7 @@ def documents_of(doc_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return first, tokens, torch.where(ids[first] < 0, 0, tokens)
 
 
-def fill(slots: Tensor, first: Tensor, tokens: Tensor, room: Tensor) -> int:
+def lay_out(slots: Tensor, first: Tensor, tokens: Tensor, room: Tensor) -> int:
     """Lay documents out side by side in `room` (n,) slots each; return the number of slots."""
     token_of, slot_of, is_blank = slots
     document = torch.arange(len(room)).repeat_interleave(room)  # (S,)
