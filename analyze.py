@@ -360,8 +360,7 @@ def main(argv: list[str] | None = None) -> None:
     analyze(samples, names, folder, runtime)
     if runtime.is_rank0:
         rankings = open_rankings(folder, samples, names)
-        most = samples.max_piece_len
-        print(f"{len(samples):,} samples of at most {most} tokens; index: {folder}")
+        print(f"{len(samples):,} samples of up to {samples.max_piece_len} tokens; index: {folder}")
         show_percentiles(rankings)
         if args.examples:
             show_examples(rankings, samples)

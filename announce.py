@@ -1,6 +1,6 @@
 """What train.py prints about a run, before it starts and at its end.
 
-    announce    model, memory, batch, data and what lies ahead: all that --dry-run prints
+    announce    model, memory, batch, data and what lies ahead, before a run or with --dry-run
     spent       tokens, FLOPs and time, beside the same run without techniques
 
 `Plan.forecast` estimates what lies ahead. Nothing here changes a run.
@@ -19,7 +19,7 @@ MANY_EPOCHS = 4  # beyond these, text teaches less each time (arXiv 2305.16264)
 
 
 def announce(plan: Plan, run: Run, micro_batch: int) -> None:
-    """Print what is trained, on what, and what lies ahead: all that --dry-run prints.
+    """Print what is trained, on what, and what lies ahead.
 
     Args: micro_batch rows that a rank runs through the model together
     """

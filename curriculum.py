@@ -16,7 +16,7 @@ parsing of the flags. It acts where the code says `settings.curriculum.on` or `s
 
     config.py   check                `parse_metrics` refuses bad settings
     plan.py     Plan.__init__        opens the indexes, and makes the `Curriculum`
-                Plan.stage_at        calls `at`, before a step or where a window of rows begins
+                Plan.limits_at       calls `at`, before a step or where a window of rows begins
                 Plan.unpacked        reads `reshapes`: whether the rest of a row makes further rows
                 Plan.columns         logs the number of samples that may be drawn
 
@@ -191,7 +191,7 @@ def intersection(rankings: tuple[Ranking, ...], counts: tuple[int, ...]) -> tupl
 # ---- the curriculum: all metrics together
 
 
-class Stage(NamedTuple):
+class Limits(NamedTuple):
     """What a curriculum allows at one point of a run."""
 
     difficulty: dict[str, float]  # of each metric
@@ -202,7 +202,7 @@ class Stage(NamedTuple):
 
 
 class Curriculum:
-    """Combines all metrics of a run: a pure function from consumed tokens to a Stage.
+    """Combines all metrics of a run: a pure function from consumed tokens to Limits.
 
     Args:   pacings  for each metric, in shares of the budget
             budget   tokens of the run
@@ -226,14 +226,14 @@ class Curriculum:
             self.pacings[name] = pacing._replace(over=pacing.over * budget, until=until)
             check_pacing(self.pacings[name])
 
-    def at(self, consumed_tokens: float) -> Stage:
+    def at(self, consumed_tokens: float) -> Limits:
         """Find what is allowed now.
 
         A level below every sample's value is raised to the lowest value. If the rankings then have
         no sample in common, each is widened to the same percentage of its samples.
         """
         difficulty = {name: pacing.at(consumed_tokens) for name, pacing in self.pacings.items()}
-        limits = [difficulty[name] for name in LENGTHS if name in difficulty]
+        lengths = [difficulty[name] for name in LENGTHS if name in difficulty]
         counts, note = {}, ""
         for name, ranking in self.rankings.items():
             level, lowest = difficulty[name], ranking.highest(1)
@@ -252,7 +252,7 @@ class Curriculum:
                 if self.pacings[name].by == "value":
                     level = ranking.highest(ranking.at_percent(percent))
                 difficulty[name] = max(difficulty[name], level)
-        return Stage(difficulty, min([self.seq_len, *limits]), pool, note)
+        return Limits(difficulty, min([self.seq_len, *lengths]), pool, note)
 
 
 # ---- settings: parse the flags, and refuse bad ones

@@ -113,8 +113,7 @@ class Samples:
         self.start, self.stop = ends.tolist()
         self.table = None if kind == "rows" else self.span_table()
         if len(self) == 0:
-            which = SPLITS[split]
-            raise ValueError(f"{store.path} has no {which} document: use another --holdout")
+            raise ValueError(f"{store.path} has no {SPLITS[split]} document: use another --holdout")
 
     def span_table(self) -> np.ndarray:
         """Compute or open the spans of all samples, (N, 2) int64."""

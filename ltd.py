@@ -234,7 +234,7 @@ def resolved(ltd: LtdConfig, seq_len: int, layers: int) -> LtdConfig:
     if start > seq_len:
         raise ValueError(f"--ltd-start {start} exceeds the {seq_len} tokens of a row")
     if start % multiple and start != seq_len:
-        raise ValueError(f"--ltd-start {start} is no multiple of --ltd-multiple {multiple}")
+        raise ValueError(f"--ltd-multiple {multiple} does not divide --ltd-start {start}")
     if ltd.steps and ltd.share:
         raise ValueError("--ltd-steps and --ltd-share exclude each other")
     if ltd.layers is None and layers < 3:

@@ -194,7 +194,7 @@ def parts_of(model: "Transformer", muon: bool, dtype: torch.dtype) -> tuple[Part
     parts = []
     for name, parameters in parameters_by_part(model).items():
         block = model.h[int(name[2:])] if name != "outside" else None
-        matrices = {name: p for name, p in parameters.items() if p.ndim > 1}
+        matrices = {n: p for n, p in parameters.items() if p.ndim > 1}
         numel = sum(p.numel() for p in matrices.values())
         part = Part(
             name=name,

@@ -1,7 +1,7 @@
 """Sequence packing: put several documents into each row, so that rows have little padding.
 
-This file decides which document goes into which row. Attention keeps the documents of a row apart,
-using `doc_ids` and `positions` (model.TokenMeta).
+This file decides which document goes into which row; in training, documents are pieces of at most a
+row. Attention keeps the documents of a row apart by `doc_ids` (model.TokenMeta).
 
 Documents of equal length are interchangeable, so a packer reads only how many there are of each
 length. It chooses patterns: a pattern is the lengths of the documents in one row (the paper calls
@@ -36,6 +36,7 @@ from typing import NamedTuple
 import numpy as np
 
 from support.numbers import count
+from support.process import Parser, exit_cleanly
 from support.settings import flag
 
 # lpfhp   longest pack first: best fit, the longest documents first
@@ -307,10 +308,9 @@ SHOWN = 12  # patterns, the most frequent first
 
 def main(argv: list[str] | None = None) -> None:
     from data import Samples
-    from support import process
     from support.store import Store
 
-    parser = process.Parser(prog="packing.py", description=__doc__.split("\n")[0])
+    parser = Parser(prog="packing.py", description=__doc__.split("\n")[0])
     sources = "lengths in tokens, or a folder made by prepare.py"
     parser.add_argument("source", nargs="+", help=sources)
     parser.add_argument("--packer", choices=PACKERS, default=DEFAULT)
@@ -342,6 +342,4 @@ def show(rows_of: dict[Pattern, int], max_len: int) -> None:
 
 
 if __name__ == "__main__":
-    from support import process
-
-    process.exit_cleanly(main)
+    exit_cleanly(main)

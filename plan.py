@@ -4,7 +4,7 @@ This file continues the walk that data.py begins, in the order of the calls: 3 d
 samples, rows of 8 tokens, 4 draws per step, two ranks, --pack --pack-batch documents.
 
     clock    step 0: 0 tokens consumed, the next draw is number 0
-    stage    pieces of at most 8 tokens, of any of the samples     Plan.stage_at, curriculum.py
+    limits   pieces of at most 8 tokens, of any of the samples     Plan.limits_at, curriculum.py
     draw     draws 0 to 3 give samples 3, 0, 2, 1                  draw_samples, clock.shuffled
     cut      into pieces of at most 8 tokens, which all are        data.cut
     rows     of all ranks: parsimon | less.is. | y.                packing.pack_lengths
@@ -18,10 +18,10 @@ needs only their lengths, and then reads its own. A keyed permutation turns the 
 into a sample, so a run that was killed continues with the rows it would have read.
 
 Here a window is one step, as it is without --pack. A packed GPT's steps share windows by default:
-the samples of 16 steps are packed together, under the stage at which the window begins. With 4 rows
-per step, 64 draws fill 36 rows of this example. The clock's cursor holds the first draw of the
-window, how many of its rows have been used, at how many consumed tokens it was drawn, and the draw
-at which the shuffle of the present pool began.
+the samples of 16 steps are packed together, under the limits that hold where the window begins.
+With 4 rows per step, 64 draws fill 36 rows of this example. The clock's cursor holds the first draw
+of the window, how many of its rows have been used, at how many consumed tokens it was drawn, and
+the draw at which the shuffle of the present pool began.
 
     step 1   first_draw 0, row 0       reads rows 0 to 3 of the window
          9   first_draw 0, row 32      its last four; a step may also begin the next window
@@ -45,7 +45,7 @@ import pseudo
 from analyze import rankings_of
 from bert import check_pairs
 from config import Config, Task, samples_kind
-from curriculum import SCAN, Curriculum, Pool, Stage, parse_metrics
+from curriculum import SCAN, Curriculum, Limits, Pool, parse_metrics
 from data import Rows, Samples, cut, loss_divisor, open_samples, reshape, reshaped_len
 from mixture import AnyStore, MixedSamples
 from model import Batch, TransformerConfig
@@ -76,7 +76,7 @@ class Window(NamedTuple):
 
     rows: Rows
     seq_len: int  # tokens in a row
-    stage: Stage  # at which their samples were drawn
+    limits: Limits  # under which their samples were drawn
     next_cursor: Cursor  # where the rows after these begin
 
 
@@ -151,7 +151,7 @@ class Plan:
         parts: list[Rows] = []
         longest = 0
         while missing:
-            if cursor.row == 0:  # a window keeps the stage at which it begins
+            if cursor.row == 0:  # a window keeps the limits of its beginning
                 cursor = self.cursor_at(clock.consumed_tokens, cursor)
             window = self.window_at(cursor._replace(row=0))
             stop = min(cursor.row + missing, len(window.rows))
@@ -159,20 +159,20 @@ class Plan:
             missing -= stop - cursor.row
             is_used_up = stop == len(window.rows)
             cursor = window.next_cursor if is_used_up else cursor._replace(row=stop)
-            longest = max(longest, window.stage.max_piece_len)
-        stage = window.stage._replace(max_piece_len=longest)
-        return Window(Rows.join(parts), self.seq_len, stage, next_cursor=cursor)
+            longest = max(longest, window.limits.max_piece_len)
+        limits = window.limits._replace(max_piece_len=longest)
+        return Window(Rows.join(parts), self.seq_len, limits, next_cursor=cursor)
 
     def cursor_at(self, consumed_tokens: int, last: Cursor) -> Cursor:
         """Return the cursor to draw from now; if the pool has changed, start a new shuffle here."""
-        if self.stage_at(consumed_tokens).pool != self.stage_at(last.drawn_at_tokens).pool:
+        if self.limits_at(consumed_tokens).pool != self.limits_at(last.drawn_at_tokens).pool:
             last = last._replace(pool_first_draw=last.first_draw)
         return last._replace(drawn_at_tokens=consumed_tokens)
 
-    def stage_at(self, consumed_tokens: int) -> Stage:
+    def limits_at(self, consumed_tokens: int) -> Limits:
         """Return the longest piece and the pool of samples allowed at one point of the run."""
         if self.curriculum is None:
-            return Stage(difficulty={}, max_piece_len=self.seq_len, pool=None, note="")
+            return Limits(difficulty={}, max_piece_len=self.seq_len, pool=None, note="")
         return self.curriculum.at(consumed_tokens)
 
     def window_at(self, cursor: Cursor) -> Window:
@@ -183,18 +183,18 @@ class Plan:
         """
         if self.last_window and self.last_window[0] == cursor:
             return self.last_window[1]
-        stage, seed = self.stage_at(cursor.drawn_at_tokens), self.settings.run.seed
+        limits, seed = self.limits_at(cursor.drawn_at_tokens), self.settings.run.seed
         count = self.rows_per_step * (WINDOW_STEPS if self.steps_share_windows else 1)
-        spans, after = draw_samples(self.samples, stage.pool, cursor, count=count, seed=seed)
+        spans, after = draw_samples(self.samples, limits.pool, cursor, count=count, seed=seed)
         key = (seed, "nsp", cursor.first_draw)  # of how a BERT reads the spans
         if self.settings.pack.on:
-            window = Window(self.packed(spans, stage, key), self.seq_len, stage, after)
+            window = Window(self.packed(spans, limits, key), self.seq_len, limits, after)
         else:
-            window = self.unpacked(spans, stage, key, after)
+            window = self.unpacked(spans, limits, key, after)
         self.last_window = cursor, window
         return window
 
-    def packed(self, spans: np.ndarray, stage: Stage, key: tuple) -> Rows:
+    def packed(self, spans: np.ndarray, limits: Limits, key: tuple) -> Rows:
         """Cut the samples (n, 2) into pieces, and pack these into full rows.
 
         With 16 rows of 256 a step, packing each step by itself leaves 4 % padding, packing 16 steps
@@ -202,7 +202,7 @@ class Plan:
         the steps by length. Sorted by the draw of their first piece instead, rows are as shuffled
         as the samples.
         """
-        spans = cut(spans, stage.max_piece_len - self.special_tokens)
+        spans = cut(spans, limits.max_piece_len - self.special_tokens)
         pieces = self.task.pieces(spans, *key)
         packs = packing.pack_lengths(
             pieces["stop"] - pieces["start"] + self.special_tokens,
@@ -213,25 +213,25 @@ class Plan:
         rows = Rows(pieces[packs.items], packs.offsets)
         return rows.select(np.argsort(packs.items[packs.offsets[:-1]]))
 
-    def unpacked(self, spans: np.ndarray, stage: Stage, key: tuple, after: Cursor) -> Window:
-        """Give each sample (n, 2) a row, cut off at the length that the stage allows (truncation).
+    def unpacked(self, spans: np.ndarray, limits: Limits, key: tuple, after: Cursor) -> Window:
+        """Give each sample (n, 2) a row, cut off at the length that the limits allow (truncation).
 
         If a curriculum filters samples, many may be short, so the rows are only as long as the
         longest of them. With seqlen-reshape nothing is cut off: a sample is spread over as many
         rows as it fills.
         """
-        seq_len = stage.max_piece_len
+        seq_len = limits.max_piece_len
         if seq_len < self.seq_len and self.curriculum.reshapes:
             seq_len = reshaped_len(self.seq_len, limit=seq_len)
             rows = reshape(spans, self.seq_len, seq_len)
-            return Window(rows, seq_len, stage._replace(max_piece_len=seq_len), after)
+            return Window(rows, seq_len, limits._replace(max_piece_len=seq_len), after)
         start, stop = spans.T
         stop = np.minimum(stop, start + seq_len - self.special_tokens)
-        if stage.pool:
+        if limits.pool:
             longest = int((stop - start).max()) + self.special_tokens
             seq_len = min(-(-longest // MULTIPLE) * MULTIPLE, seq_len)
         pieces = self.task.pieces(np.stack((start, stop), axis=1), *key)
-        return Window(Rows(pieces, np.arange(len(pieces) + 1)), seq_len, stage, after)
+        return Window(Rows(pieces, np.arange(len(pieces) + 1)), seq_len, limits, after)
 
     # ---- what they cost
 
@@ -281,18 +281,18 @@ class Plan:
 
     def columns(self, step: Step) -> dict[str, object]:
         """Describe a step for the log; the clock adds its own columns."""
-        rows, seq_len, stage, _ = step.window
+        rows, seq_len, limits, _ = step.window
         length, positions = rows.lengths + self.special_tokens, len(rows) * seq_len
         columns = {
-            "max_piece_len": stage.max_piece_len,
+            "max_piece_len": limits.max_piece_len,
             "kept_tokens": min(filter(None, step.tokens_by_layer)),  # 0: a layer that is skipped
             "padding_share": round(1 - int(length.sum()) / positions, 6),
             "pieces": len(length),
             "attention_share": round(int((length**2).sum()) / (positions * seq_len), 6),
         }
-        columns |= {f"difficulty_{name}": level for name, level in stage.difficulty.items()}
+        columns |= {f"difficulty_{name}": level for name, level in limits.difficulty.items()}
         if self.curriculum:
-            columns["pool"] = stage.pool.size if stage.pool else len(self.samples)
+            columns["pool"] = limits.pool.size if limits.pool else len(self.samples)
         return columns
 
     # ---- what lies ahead
@@ -342,7 +342,7 @@ def draw_samples(
 ) -> tuple[np.ndarray, Cursor]:
     """Draw `count` samples from the pool, starting at the cursor.
 
-    Each stage shuffles its pool anew for every pass, so no sample repeats before all have been
+    A pool is shuffled anew for every pass, so no sample repeats before all have been
     drawn. If several metrics filter the samples, a draw that one of them rejects is skipped.
 
     Args:    pool the curriculum's pool of samples, sorted by difficulty; None: every sample

@@ -178,7 +178,7 @@ def train(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> int:
             done = trainer.train_step(step)
             run.advance(step.after)
             ms = (time.perf_counter() - began) * 1e3 + waited_ms
-            note = step.window.stage.note
+            note = step.window.limits.note
             if note and not has_noted:
                 runtime.say(f"--curriculum: {note}; see difficulty in log.jsonl")
                 has_noted = True
@@ -192,6 +192,8 @@ def train(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> int:
             is_due = due(settings.run.checkpoint_every, step.before, step.after)
             if is_best or is_due or run.budget_is_consumed:
                 run.save(trainer.state(), trainer.optimizers.named)
+        if runtime.on_any_rank(stop.number > 0):  # it came after the last step
+            return stop.number or signal.SIGTERM
     finish(run, data, plan, trainer)
     return 0
 

@@ -167,7 +167,7 @@ def shape_of(settings: config.Config, model: TransformerConfig, step: Step) -> s
     shape = f"{rows} rows of {seq_len}"
     if settings.pack.on:
         # rounded, for few shapes in a curriculum
-        longest = 1 << (step.window.stage.max_piece_len - 1).bit_length()
+        longest = 1 << (step.window.limits.max_piece_len - 1).bit_length()
         shape += f" in pieces up to {longest}, {settings.pack.max_per_row or 'many'} a row"
     return ", ".join(
         [

@@ -4,9 +4,10 @@ Two rows of 32 with documents of 15, 14, 16 and 13 tokens and 6 of padding, in s
 
     rows     a a a a a a a a a a a a a a a b b b b b b b b b b b b b b - - -
              c c c c c c c c c c c c c c c c d d d d d d d d d d d d d - - -
-    slots    documents of one rounded length side by side: b. and d. have 14, a. and c have 16
+    slots    documents of one rounded length side by side: b and d. have 14, a. and c have 16
     calls    (28, 14), (32, 16): slots and length. Two calls of torch's attention, without a mask if
-             it is causal, because no token sees the blank slots that follow its document
+             it is causal, because no token sees the blank slots that follow its document. A third
+             entry, (6, 0), stands for the padding, which attends to nothing
 
 If most documents are as long as their neighbours, for example because each fills its row, tokens
 are not moved: adjacent documents of equal length are a view (documents, length, heads, head width).
@@ -51,19 +52,19 @@ def layout(doc_ids: Tensor) -> tuple[Tensor, Tensor]:
     B, T = doc_ids.shape
     first, tokens, lengths = documents_of(doc_ids)
     slots = torch.zeros(3, 2 * B * T, dtype=torch.int64)
-    room, moved = tokens, 0  # the slots of each document; how many slots there are, if any
+    slots_each, slot_count = tokens, 0  # of a document; of all, 0 if tokens are not moved
     call_lengths, call = lengths.unique_consecutive(return_inverse=True)
     padded, by_length = rounded_up(lengths, T).sort(stable=True)
     padded_lengths, padded_call = padded.unique_consecutive(return_inverse=True)
     if (len(call_lengths) - len(padded_lengths)) * TOKENS_OF_A_CALL > B * T:
         call_lengths, call = padded_lengths, padded_call
         first, tokens = first[by_length], tokens[by_length]
-        room = torch.where(padded > 0, padded, tokens)
-        moved = lay_out(slots, first, tokens, room)
+        slots_each = torch.where(padded > 0, padded, tokens)
+        slot_count = lay_out(slots, first, tokens, slots_each)
     count = len(call_lengths)
     calls = torch.zeros(1 + B * T, 2, dtype=torch.int64)
-    calls[0, 0], calls[0, 1] = count, moved
-    calls[1 : 1 + count, 0].index_add_(0, call, room)
+    calls[0, 0], calls[0, 1] = count, slot_count
+    calls[1 : 1 + count, 0].index_add_(0, call, slots_each)
     calls[1 : 1 + count, 1] = call_lengths
     return slots, calls
 
@@ -79,12 +80,12 @@ def documents_of(doc_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return first, tokens, torch.where(ids[first] < 0, 0, tokens)
 
 
-def lay_out(slots: Tensor, first: Tensor, tokens: Tensor, room: Tensor) -> int:
-    """Lay documents out side by side in `room` (n,) slots each; return the number of slots."""
+def lay_out(slots: Tensor, first: Tensor, tokens: Tensor, slots_each: Tensor) -> int:
+    """Lay documents out side by side, in slots_each (n,) of them; return the number of slots."""
     token_of, slot_of, is_blank = slots
-    document = torch.arange(len(room)).repeat_interleave(room)  # (S,)
+    document = torch.arange(len(tokens)).repeat_interleave(slots_each)  # (S,)
     S = len(document)
-    position = torch.arange(S) - (room.cumsum(0) - room)[document]
+    position = torch.arange(S) - (slots_each.cumsum(0) - slots_each)[document]
     token_of[:S] = first[document] + torch.minimum(position, tokens[document] - 1)
     is_blank[:S] = position >= tokens[document]
     real = (is_blank[:S] == 0).nonzero()[:, 0]

@@ -10,8 +10,8 @@ blocks is gathered as one more group.
     optim.py       step      updates `local_rows` in place. Muon gathers whole matrices, of which
                              each rank orthogonalises a share, and applies this rank's rows
     run.py         save      adds clock, settings and versions to the state of the trainer
-    checkpoint.py  save      `gather_to_rank0`, which writes the same file as without --fsdp
-                   load      `scatter_from_rank0`, which has read the file
+    checkpoint.py  save      `gather_to_rank0`: rank 0 writes the same file as without --fsdp
+                   load      rank 0 reads the file; `scatter_from_rank0` shares its rows out
 
 Every rank must run the same number of forward passes, in evaluation and sampling too; otherwise the
 ranks wait for each other. Forward passes need `runtime.autocast()`, because a block gathered in

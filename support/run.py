@@ -191,7 +191,7 @@ class Run:
         return started is not None and self.settings.optim.tokens > started.config["optim.tokens"]
 
     def check_budget(self) -> None:
-        """Refuse a larger --tokens if the learning rates used so far would have been different."""
+        """Refuse a larger --tokens, except before wsd decays or with --min-lr 1."""
         optim, layers = self.settings.optim, self.settings.model.layers
         before = replace(optim, tokens=self.started.config["optim.tokens"])
         consumed = lr_clock(optim.lr_clock, layers, self.clock)

@@ -119,7 +119,7 @@ def test_a_packed_step_has_the_pieces_of_the_unpacked_step(indexed, alone, packe
         counts = ("step", "consumed_tokens", "real_tokens")
         assert [getattr(a.after, n) for n in counts] == [getattr(b.after, n) for n in counts]
         divisor = len(pieces) if "--loss-per" in packed else a.divisor
-        assert (a.window.stage.difficulty, divisor) == (b.window.stage.difficulty, b.divisor)
+        assert (a.window.limits.difficulty, divisor) == (b.window.limits.difficulty, b.divisor)
         assert len(b.batch.tokens) <= len(a.batch.tokens)
         assert (b.batch.targets != IGNORE).sum() == (a.batch.targets != IGNORE).sum()
     assert b.after.positions < a.after.positions
@@ -222,13 +222,13 @@ def test_packing_documents_of_a_rows_length_is_the_plain_run():
 
 
 def test_pools_grow_and_a_stage_draws_every_sample_before_any_twice(indexed):
-    """Samples come from the pool of their step. After the last stage, passes cover all samples."""
+    """Samples come from the pool of their step. After the last limits, passes cover all samples."""
     p = indexed("--curriculum rarity --tokens 40000")
     stage_ids, since, steps = [], 0, first_steps(p, 150)
     for step in steps:
         if step.after.cursor.pool_first_draw != since:
             since, stage_ids = step.after.cursor.pool_first_draw, []
-        pool = p.stage_at(step.before.consumed_tokens).pool
+        pool = p.limits_at(step.before.consumed_tokens).pool
         spans = drawn(p, step.before.cursor.first_draw, p.rows_per_step, since, pool)[0]
         ids = ((spans[:, 0] - p.samples.start) // 32).tolist()
         reach = pool.reach if pool else len(p.samples)
@@ -248,7 +248,7 @@ def test_pools_grow_and_a_stage_draws_every_sample_before_any_twice(indexed):
 def test_a_pool_smaller_than_a_batch_is_repeated_to_fill_it(indexed):
     """DeepSpeed's data_sampler.py repeats the pool once, and then yields short batches."""
     p = indexed("--curriculum length --pack --curriculum-by value --curriculum-start 1")
-    small = p.stage_at(0).pool
+    small = p.limits_at(0).pool
     assert small.reach < 16 * p.rows_per_step, "several passes are needed"
     spans, after = drawn(p, 0, 16 * p.rows_per_step, 0, small)
     assert len(spans) == after.first_draw == 16 * p.rows_per_step
@@ -265,16 +265,16 @@ def test_a_step_carries_the_difficulty_at_which_its_rows_were_drawn(indexed):
     for step in steps:
         fresh = p.curriculum.at(step.before.consumed_tokens)
         columns = {f"difficulty_{name}": level for name, level in fresh.difficulty.items()}
-        assert step.window.stage == fresh and p.columns(step).items() >= columns.items()
+        assert step.window.limits == fresh and p.columns(step).items() >= columns.items()
         assert step.batch.tokens.shape[1] == fresh.max_piece_len
-    assert len({step.window.stage.difficulty["rarity"] for step in steps}) > 20
+    assert len({step.window.limits.difficulty["rarity"] for step in steps}) > 20
     flags = "--pack --curriculum seqlen --curriculum-start 8 --curriculum-pace linear"
     flags += " --curriculum-share 1 --tokens 10000"
     for model in ("", "--model bert"):  # whose pieces make room for [CLS] and [SEP]
         steps = first_steps(indexed(f"{flags} {model}"), 35)
-        assert len({step.window.stage.max_piece_len for step in steps}) > 2
+        assert len({step.window.limits.max_piece_len for step in steps}) > 2
         for step in steps:
-            assert step.batch.positions.max() + 1 == step.window.stage.max_piece_len
+            assert step.batch.positions.max() + 1 == step.window.limits.max_piece_len
 
 
 def test_reshaped_rows_predict_every_token_once(store, indexed):
@@ -289,7 +289,7 @@ def test_reshaped_rows_predict_every_token_once(store, indexed):
         clock = Clock(consumed_tokens=consumed, cursor=cursor)
         step, whole = p(clock), plain(clock)
         widths.add(step.batch.tokens.shape[1])
-        assert step.batch.tokens.shape[1] <= step.window.stage.difficulty["seqlen-reshape"] < 40
+        assert step.batch.tokens.shape[1] <= step.window.limits.difficulty["seqlen-reshape"] < 40
         targets = step.batch.targets[step.batch.targets != IGNORE]
         assert sorted(targets.tolist()) == sorted(whole.batch.targets.flatten().tolist())
         assert step.divisor == whole.divisor == 320 and step.after.real_tokens == 320

@@ -198,6 +198,7 @@ SIGNALS = {
     # the second of a step after which an evaluation is due; the resumed run begins with it
     "micro-batch": (PARTS, (train, "block_runner"), 6, signal.SIGINT),
     # not the last one; the run saves after the next step
+    "in the last evaluation on the way": (PARTS, (train, "evaluate"), 6, signal.SIGTERM),
     "in an evaluation": (PAIRS, (Evaluation, "score_targets"), 2, signal.SIGHUP),
 }
 
