@@ -119,13 +119,11 @@ class BertTask:
         """Add special tokens and mask others; answers of pairs are the targets of their [CLS]."""
         are_pairs = rows.pieces.dtype == PAIR
         lengths = rows.lengths + ADDED_TOKENS["pairs" if are_pairs else "bert"]
-        piece, position, at = indices_in_batch(rows, lengths, seq_len)
-        place = places_in_store(rows.pieces, lengths, piece, position)
+        piece, position, at = indices_in_batch(rows, lengths, seq_len)  # (m,) each
+        place = places_in_store(rows.pieces, lengths, piece, position)  # (m,)
         tokens = store.tokens.take(place, mode="clip").astype(np.int64)
-        tokens[place == AT_CLS], tokens[place == AT_SEP] = (
-            self.special_ids.cls,
-            self.special_ids.sep,
-        )
+        tokens[place == AT_CLS] = self.special_ids.cls
+        tokens[place == AT_SEP] = self.special_ids.sep
         store.check_tokens(tokens.max(initial=0))
         targets = np.full(len(tokens), IGNORE)
         masked, hidden = self.mask(tokens, place, piece, *key)

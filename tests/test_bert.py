@@ -1,5 +1,7 @@
 """BERT: batches equal their definition, masks do not depend on rows, lengths reveal no answer."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from small_stores import TOY, in_memory
 from test_data import FEW, columns_of, drawn_rows, rows_of, width_of
 from test_plan import BYTES
 
+import bert
 from bert import PAIR, BertTask, SpecialIds, answers_of, masked_tokens, sentence_pairs
 from data import Rows
 from kernels.cross_entropy import IGNORE
@@ -84,6 +87,15 @@ def test_a_batch_of_pairs_equals_a_worked_example():
     assert batch.doc_ids[0].tolist() == [0] * 6 + [1] * 5 + [-1]
     assert batch.answers.tolist() == [0, 6] and len(batch.masked) == 3
     assert batch.targets[:, [0, 6]].tolist() == [[1, 0], [IGNORE, IGNORE]]
+
+
+def test_no_two_tokens_of_a_step_share_random_numbers(monkeypatch):
+    """Each has those of its place in the store, also in a foreign second part."""
+    asked = Mock(side_effect=bert.bits)
+    monkeypatch.setattr(bert, "bits", asked)
+    pairs = np.array([(0, 8, 0, 4, 12), (8, 16, 0, 4, 4)], PAIR)
+    batch_of(Rows(pairs, np.array([0, 2])), 24, in_memory(range(16)), nsp=True)
+    assert sorted(asked.call_args.args[1].tolist()) == list(range(1, 17))
 
 
 @pytest.mark.parametrize(("per_piece", "weights"), [(False, [1, 1, 1]), (True, [0.5, 0.5, 1])])
