@@ -122,7 +122,7 @@ class HeldOutText(NamedTuple):
     documents: range  # the held-out ones
     text: PackedText
     pairs: PackedText | None  # --nsp: the same text as pairs
-    is_whole: bool  # False for a random part of the text
+    is_whole: bool  # False for a part of the text
     description: str  # how much of it is used
 
 
@@ -130,7 +130,7 @@ class Evaluation:
     """The held-out text of a store, or of each store of a mixture, packed into rows once.
 
     Args:   task   a BERT's masks are the same each time
-            tokens about how many: a fixed random choice of pieces; None: all
+            tokens about how many; None: all
     Raises: ValueError if no document is held out
     """
 
@@ -159,7 +159,7 @@ class Evaluation:
             document = np.searchsorted(offsets, rows.pieces["start"], side="right") - 1
             return PackedText(rows, document)
 
-        spans, pairs = samples.random_spans(tokens or samples.tokens), None
+        spans, pairs = samples.as_hard_as_all(tokens or samples.tokens, self.byte_lengths), None
         if self.task.nsp:
             special_tokens = ADDED_TOKENS["pairs"]
             halves = cut(spans, self.seq_len - special_tokens)

@@ -264,14 +264,14 @@ class GPT(nn.Module):
 def consumed_by(piece_ids: Tensor, k: int) -> int:
     """What a step adds to the clock: the tokens that each layer sees, added up, divided by L.
 
-    Rounded down for each row, as in the paper, which counts neither the head nor that attention
-    costs the square of the tokens it sees.
+    As in the paper, which counts neither the head nor that attention costs the square of the tokens
+    it sees.
 
     Example: a row of 2,048 tokens, through layers that see 2048, 128, 128 and 2048, consumes 1088
     """
     seen = torch.tensor([T, *[k] * (L - 2), T])
     real = (piece_ids != PADDING).sum(1, keepdim=True)  # (B, 1)
-    return int((real.minimum(seen).sum(1) // L).sum())
+    return int(real.minimum(seen).sum()) // L
 
 
 def learning_rate(clock: float, budget: int) -> float:

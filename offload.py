@@ -165,6 +165,7 @@ def preview(
 ) -> None:
     """Print what will be where; refuse a budget that is too small for any of the models."""
     placements = [placement_for(config, model, runtime, muon) for model in models]
+    runtime.check_same({"the placement of --offload": str(placements)})
     runtime.say(in_words(placements[0], runtime.host_free))
 
 
@@ -173,9 +174,11 @@ def placement_for(
 ) -> Placement:
     """Decide how much of a model to offload, given the memory that was free when the run began.
 
-    With several ranks only optimizer state can be offloaded, because DDP keeps the gradients.
+    With several ranks only optimizer state can be offloaded, because DDP keeps the gradients. All
+    get the placement of the one with the least memory, because Muon's collectives follow it.
     """
-    budget = budget_bytes(config.budget, runtime.device_free)
+    known = [rank for rank in runtime.gather(runtime.device_free) if rank is not None]
+    budget = budget_bytes(config.budget, min(known, default=None))
     most = Level.STREAMED if runtime.world_size == 1 else Level.HOSTED
     return place(parts_of(model, muon, runtime.dtype), budget, most)
 

@@ -268,7 +268,10 @@ class Plan:
             squares=rows.sum_by_row(length**2),
             targets=int(self.task.targets(rows).sum()),
         )
-        consumed = effective_tokens(filled, seen, tokens_by_layer)
+        consumed = effective_tokens(filled, seen, tokens_by_layer, self.seq_len)
+        if consumed == 0:  # the run would never end
+            step = f"step {before.step + 1} has {int(filled.sum())} tokens"
+            raise ValueError(f"--batch-tokens: {step}, too few to consume one: choose more")
         return Clock(
             step=before.step + 1,
             consumed_tokens=before.consumed_tokens + consumed,

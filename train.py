@@ -166,10 +166,10 @@ def train(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> int:
     Returns: 0, or the number of the signal that stopped the run, after saving a checkpoint
     """
     settings, runtime = run.settings, run.runtime
-    evaluation, peak = held_out(settings, data, settings.run.eval_tokens), peak_flops(runtime)
+    on_the_way, peak = held_out(settings, data, settings.run.eval_tokens), peak_flops(runtime)
     has_noted = False
     with StopSignal() as stop, run.progress_bar() as bar:
-        if evaluate_if_due(run, trainer, evaluation):
+        if evaluate_if_due(run, data, trainer, on_the_way):
             run.save(trainer.state(), trainer.optimizers.named)
         for step, waited_ms in read_ahead(plan, run.clock):
             began = time.perf_counter()
@@ -188,9 +188,11 @@ def train(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> int:
             if runtime.on_any_rank(stop.number > 0):
                 run.save(trainer.state(), trainer.optimizers.named)
                 return stop.number or signal.SIGTERM
-            is_best = evaluate_if_due(run, trainer, evaluation)
+            if run.budget_is_consumed:  # the last evaluation may take minutes
+                run.save(trainer.state(), trainer.optimizers.named)
+            is_best = evaluate_if_due(run, data, trainer, on_the_way)
             is_due = due(settings.run.checkpoint_every, step.before, step.after)
-            if is_best or is_due or run.budget_is_consumed:
+            if is_best or (is_due and not run.budget_is_consumed):
                 run.save(trainer.state(), trainer.optimizers.named)
         if runtime.on_any_rank(stop.number > 0):  # it came after the last step
             return stop.number or signal.SIGTERM
@@ -198,23 +200,24 @@ def train(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> int:
     return 0
 
 
-def evaluate_if_due(run: Run, trainer: "Trainer", evaluation: Evaluation) -> bool:
-    """Evaluate the model if the clock says so; return whether it is the best so far."""
+def evaluate_if_due(run: Run, data: Data, trainer: "Trainer", on_the_way: Evaluation) -> bool:
+    """Evaluate the model if the clock says so, after the last step on more text than before.
+
+    Returns: whether it is the best so far
+    """
     if not run.evaluation_due:
         return False
-    return run.record_evaluation(evaluate(run, trainer, evaluation))
-
-
-def evaluate(run: Run, trainer: "Trainer", evaluation: Evaluation, last: bool = False) -> float:
-    """Evaluate the model, log and print the result; returns bits per byte."""
-    began, runtime = time.perf_counter(), run.runtime
+    began, runtime, is_last = time.perf_counter(), run.runtime, run.budget_is_consumed
+    evaluation = on_the_way
+    if is_last:
+        evaluation = held_out(run.settings, data, run.settings.run.final_eval_tokens)
     found = evaluation.run(trainer.model, runtime, trainer.micro_batch)
-    run.log_evaluation(found.columns(), last, ms=(time.perf_counter() - began) * 1e3)
-    if last:
+    run.log_evaluation(found.columns(), is_last, ms=(time.perf_counter() - began) * 1e3)
+    if is_last:
         runtime.say(f"held-out: {found}, on {evaluation.description}, full length, nothing dropped")
     else:
         runtime.say(f"step {run.clock.step}: held-out {found}, on {evaluation.description}")
-    return found.val_bpb
+    return run.record_evaluation(found.val_bpb)
 
 
 def held_out(settings: Config, data: Data, tokens: int | None) -> Evaluation:
@@ -223,9 +226,8 @@ def held_out(settings: Config, data: Data, tokens: int | None) -> Evaluation:
 
 
 def finish(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> None:
-    """Evaluate once more, say what the run took, generate a sample, write the report."""
+    """Say what the run took, generate a sample, write the report."""
     settings, runtime, model = run.settings, run.runtime, trainer.model
-    evaluate(run, trainer, held_out(settings, data, settings.run.final_eval_tokens), last=True)
     runtime.say(spent(plan, run))
     # With --fsdp every rank takes part, because the weights are gathered from all of them.
     if settings.model.model == "gpt" and (runtime.is_rank0 or settings.run.fsdp):

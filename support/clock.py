@@ -79,32 +79,36 @@ class StepContext(NamedTuple):
         return bits(on_device(torch.tensor(seeds), rows.device), rows, T)
 
 
-def effective_tokens(filled: np.ndarray, seen: np.ndarray, tokens_by_layer: list[int]) -> int:
+def effective_tokens(
+    filled: np.ndarray, seen: np.ndarray, tokens_by_layer: list[int], seq_len: int
+) -> int:
     """Return what a step consumes: its real tokens, scaled by the share of layers they ran through.
 
     Padding is dropped first, so a layer that keeps K keeps min(n, K) tokens of a row with n.
 
-    Paper:   arXiv 2212.03597: a = floor((T (L - l) + r l) / L) for l layers that drop tokens
-    Args:    filled          (B,) tokens of each row, without padding
-             seen            (B,) how many of these are context that was already a target in an
-                             earlier row, and is not counted again
-             tokens_by_layer (L,) tokens of a full row that each layer sees
-    Returns: sum over rows of floor((n - seen) sum_l min(n, K_l) / (L n)), which is B a when rows
-             are full
-    Example: two rows of 256 in layers that see [256, 128, 128, 128, 128, 256] tokens consume
-             2 * floor(1024 / 6) == 340; no layer drops anything of a row of 100 tokens, which
-             consumes 100
+    Paper:    arXiv 2212.03597: a = floor((T (L - l) + r l) / L) for l layers that drop tokens
+    Args:     filled          (B,) tokens of each row, without padding
+              seen            (B,) how many of these are context that was already a target in an
+                              earlier row, and is not counted again
+              tokens_by_layer (L,) tokens of a full row that each layer sees
+              seq_len         T, tokens of a whole row
+    Returns:  the sum over rows of (n - seen) sum_l min(n, K_l) / (L n), rounded down; of B whole
+              rows B a
+    Deviates: DeepSpeed rounds down every row, which takes up to 1 of 8 tokens from a short one; here
+              only whole rows are, so that runs end where the published ones do
+    Example:  two rows of 256 in layers that see [256, 128, 128, 128, 128, 256] tokens consume
+              2 * floor(1024 / 6) == 340; no layer drops anything of a row of 100 tokens, which
+              consumes 100
     """
     processed = np.minimum(filled[:, None], np.array(tokens_by_layer)).sum(1)  # (B,) by all layers
-    undropped = len(tokens_by_layer) * np.maximum(filled, 1)  # if no layer dropped any
-    return int(((filled - seen) * processed // undropped).sum())
+    counted = (filled - seen) * processed // np.maximum(filled, 1)  # layer-tokens
+    counted -= np.where(filled == seq_len, counted % len(tokens_by_layer), 0)
+    return int(counted.sum()) // len(tokens_by_layer)
 
 
-def due(every: int, before: Clock, after: Clock, last: bool = False) -> bool:
-    """Whether a step passed a multiple of `every` tokens or was the last; never if every is 0."""
-    if every == 0:
-        return False
-    return last or before.consumed_tokens // every != after.consumed_tokens // every
+def due(every: int, before: Clock, after: Clock) -> bool:
+    """Whether a step passed a multiple of `every` tokens; never if that is 0."""
+    return every > 0 and before.consumed_tokens // every != after.consumed_tokens // every
 
 
 def lr_clock(which: str, layers: int, clock: Clock) -> float:

@@ -265,8 +265,8 @@ class Run:
     def advance(self, after: Clock) -> None:
         """Move the clock past a step, and note whether an evaluation is due after it."""
         before, self.clock = self.clock, after
-        every, is_last = self.settings.run.eval_every, self.budget_is_consumed
-        self.evaluation_due = due(every, before, after, is_last)
+        is_due = due(self.settings.run.eval_every, before, after)
+        self.evaluation_due = is_due or self.budget_is_consumed
 
     def record_evaluation(self, bits_per_byte: float) -> bool:
         """Record the result of the evaluation that was due; return whether it is the best."""

@@ -166,9 +166,14 @@ class RunConfig:
     eval_every: int | None = free(
         "--eval-every", None, "in tokens; 0: only at the end (default: --tokens / 5)"
     )
-    eval_tokens: int = free("--eval-tokens", 32768, "held-out tokens on the way", least=1)
-    final_eval_tokens: int = free(
-        "--final-eval-tokens", 1000000, "most held-out tokens at the end", least=1
+    eval_tokens: int | None = free(
+        "--eval-tokens", None, "held-out tokens on the way (default: 2 % of --tokens)", least=1
+    )
+    final_eval_tokens: int | None = free(
+        "--final-eval-tokens",
+        None,
+        "most held-out tokens at the end (default: --tokens, at most 1M)",
+        least=1,
     )
     checkpoint_every: int | None = free(
         "--checkpoint-every", None, "in tokens; 0: only at the end (default: --tokens / 10)"
@@ -310,6 +315,9 @@ def with_defaults(settings: Flat) -> Flat:
     s.setdefault("optim.beta2", 0.999 if is_bert else 0.99 if is_nano else 0.95)
     s.setdefault("optim.warmup_tokens", s["optim.tokens"] // 50)
     s.setdefault("run.eval_every", max(s["optim.tokens"] // 5, 1))
+    s.setdefault("run.final_eval_tokens", min(s["optim.tokens"], 1_000_000))
+    few = max(s["optim.tokens"] // 50, 1)  # four evaluations take some 3 % of a run's time
+    s.setdefault("run.eval_tokens", min(few, s["run.final_eval_tokens"]))
     s.setdefault("run.checkpoint_every", max(s["optim.tokens"] // 10, 1))
     return s
 

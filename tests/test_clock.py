@@ -17,7 +17,7 @@ def layer_tokens(layers, keep, seq_len):
 
 
 def consumed(rows, layers, context=0):
-    return effective_tokens(np.array(rows), np.full(len(rows), context), layers)
+    return effective_tokens(np.array(rows), np.full(len(rows), context), layers, max(layers))
 
 
 def test_effective_tokens_equal_worked_examples():
@@ -34,8 +34,10 @@ def test_padding_is_dropped_first_so_short_rows_keep_more_of_their_tokens():
     assert consumed([100], layers) == 100
     assert consumed([200], layers) == (2 * 200 + 4 * 128) // 6
     assert consumed([100, 0, 256], layers) == 100 + 170
-    per_row = [(2 * n + 4 * min(n, 128)) // 6 for n in range(257)]
-    assert consumed(list(range(257)), layers) == sum(per_row)
+    by_layers = [2 * n + 4 * min(n, 128) for n in range(256)]
+    assert consumed(list(range(256)), layers) == sum(by_layers) // 6, "rounded down only once"
+    assert consumed([8] * 3, [8, 0, 0]) == 3 * 2, "whole rows are rounded down one by one"
+    assert effective_tokens(np.full(3, 8), np.zeros(3, int), [8, 0, 0], seq_len=16) == 8
     assert consumed([256], [256] * 6, context=56) == 200, "context was consumed before"
     assert consumed([256], layers, context=128) == 1024 * 128 // (6 * 256)
 

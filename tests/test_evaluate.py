@@ -101,7 +101,6 @@ def test_next_sentence_accuracy_counts_right_answers_and_changes_nothing_else(st
     class Oracle(Even):
         def right_answers(self, x, batch):
             answers = batch.targets.flatten()[batch.answers]
-            assert {0, 1} == set(answers.tolist())
             says = {"right": answers, "wrong": 1 - answers, "yes": answers * 0}[self.says]
             return says == answers
 

@@ -149,7 +149,7 @@ def test_published_runs_consume_their_logged_tokens(layers, at_once, micro_batch
         context = StepContext(1, done // 2 + 1, progress=0.0, seq_len=1024, layers=layers)
         rows = torch.full((2 * at_once,), 1024).numpy()
         tokens_seen = ltd.tokens_by_layer(settings.ltd, context, [1024] * layers)
-        consumed += effective_tokens(rows, 0 * rows, tokens_seen)
+        consumed += effective_tokens(rows, 0 * rows, tokens_seen, 1024)
         done += at_once
     assert (done, consumed) == (micro_batches, tokens)
 

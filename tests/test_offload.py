@@ -195,6 +195,9 @@ def test_a_budget_gives_the_placement_and_too_little_host_memory_a_warning(monke
         for budget in ("12MB", "auto", "1GiB")
     )
     assert any(levels_of(placed)) and auto == placed, "half of the free memory"
+    monkeypatch.setattr(Runtime, "gather", lambda self, value: [None, value, value - 2])
+    of_ranks = offload.placement_for(OffloadConfig(True, "auto"), model, here, muon=True)
+    assert of_ranks.budget == 12 * 10**6 - 1, "half of what the rank with the least has"
     assert not any(levels_of(whole))
     needed = placed.host_bytes()
     assert "WARNING" not in offload.in_words(placed, needed)

@@ -335,6 +335,13 @@ def test_a_forecast_is_where_the_run_ends(indexed, flags):
     assert_is_forecast(indexed(f"--tokens 40K {flags}"))
 
 
+def test_a_step_that_would_consume_no_token_is_refused(store):
+    few = "--layers 12 --curriculum seqlen --curriculum-start 8 --pseudo --pseudo-layers 1"
+    assert plan(store, f"{few} --tokens 40K").forecast(Clock()).steps > 0, "8 rows of 2/3 token"
+    with pytest.raises(ValueError, match="--batch-tokens: step 1 has 8 tokens, too few"):
+        plan(store, f"{few} --seq-len 8 --batch-tokens 8").forecast(Clock())
+
+
 def random_flags(seed):
     draw = random.Random(seed)
     share, paces = draw.uniform(0.2, 1), ("linear", "root", "constant")

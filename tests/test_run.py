@@ -16,7 +16,7 @@ from prepare import prepare
 from support import checkpoint
 from support import run as run_folder
 from support.process import ROOT
-from support.run import Log
+from support.run import Log, Run
 from support.tokenizer import get_encoding
 
 pytestmark = pytest.mark.usefixtures("no_sample_or_report")
@@ -50,7 +50,7 @@ def test_a_run_without_a_checkpoint_starts_over_and_says_so(made, store_dir, tmp
     assert train.main(["--resume", "--out", str(folder)]) == 0
     assert "was stopped before its first checkpoint: starting over" in capsys.readouterr().out
     assert metrics(read_log(folder)) == made[1]
-    files = [line["file"] for line in read_log(folder, "checkpoint")]
+    files = [*dict.fromkeys(line["file"] for line in read_log(folder, "checkpoint"))]
     assert files[-2:] == sorted(path.name for path in folder.glob("step-*")) and len(files) >= 4
 
 
@@ -79,7 +79,7 @@ def test_a_run_killed_at_any_moment_resumes(store_dir, tmp_path, monkeypatch):
         assert status == 0 or kill_at(0, begin) == 0
         assert losses_of(out) == losses_of(tmp_path / "whole")
         events = [line["event"] for line in read_log(out)]
-        assert (events.count("finished"), events.count("eval")) == (1, 3)
+        assert (events.count("finished"), events.count("eval")) == (1, 2)
         assert checkpoint.load(checkpoint.find(out, "last"))["step"] == 2
     assert number > 20
 
@@ -111,8 +111,8 @@ def test_resuming_from_the_best_sets_later_checkpoints_aside(
 ):
     """Otherwise `last` could be a checkpoint of the abandoned continuation."""
     folder, scores = tmp_path / "run", iter((3.0, 2.0, 4.0, 5.0, 6.0, 4.0, 5.0, 6.0))
-    evaluate = train.evaluate
-    monkeypatch.setattr(train, "evaluate", lambda *a, **k: evaluate(*a, **k) * 0 + next(scores))
+    record = Run.record_evaluation
+    monkeypatch.setattr(Run, "record_evaluation", lambda run, bits: record(run, next(scores)))
     assert train.main(f"{FLAGS} --eval-every 512 --data {store_dir} --out {folder}".split()) == 0
     whole = metrics(read_log(folder))
     best = checkpoint.find(folder, "best")
