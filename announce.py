@@ -8,36 +8,44 @@
 
 from kernels.packed_attention import IMPLS, chosen_impl
 from mixture import MixedSamples
-from plan import Plan
+from plan import Forecast, Plan
 from support.clock import Clock
+from model import Transformer
 from support.numbers import duration, several, short
-from support.optim import state_bytes
+from support.optim import lr_at, state_bytes
 from support.run import Run, read_log
-from support.sizes import empty_model, parameters_in_words
+from support.settings import as_flags, flattened
+from support.sizes import parameters_in_words
+from support.weights import missing_for_export
 
 MANY_EPOCHS = 4  # beyond these, text teaches less each time (arXiv 2305.16264)
 
 
-def announce(plan: Plan, run: Run, micro_batch: int) -> None:
+def announce(plan: Plan, run: Run, models: list[Transformer], micro_batch: int) -> None:
     """Print what is trained, on what, and what lies ahead.
 
-    Args: micro_batch rows that a rank runs through the model together
+    Args: models      the present one and, with --pseudo, that of each later stage
+          micro_batch rows that a rank runs through the model together
     """
     settings, say = plan.settings, plan.runtime.say
     name = f"from {settings.model.init}" if settings.model.init else settings.model.size
     say(f"{settings.model.model} {name}: {parameters_in_words(plan.model)}, {plan.runtime.why}")
-    say(f"memory: {memory(plan)}")
+    say(f"memory: {'; then '.join(memory(plan, model) for model in models)}")
     say(f"batch: {batch(plan, micro_batch)}")
     say(f"data: {data(plan)}")
     if run.resumed_from:
         say(f"resumed from {run.resumed_from} at step {run.clock.step}")
-    say(f"ahead: {ahead(plan, run.clock)}")
+    forecast = plan.forecast(run.clock)
+    say(f"ahead: {ahead(plan, run.clock, forecast)}")
+    say(f"rate: {rate(plan, run.clock, forecast)}")
+    if limits := afterwards(plan):
+        say(f"afterwards: {limits}")
 
 
-def memory(plan: Plan) -> str:
+def memory(plan: Plan, model: Transformer) -> str:
     """Say what weights, gradients and optimizer state take, and with --fsdp a checkpoint."""
     settings, ranks = plan.settings, plan.runtime.world_size
-    named = dict(empty_model(plan.model).named_parameters())
+    named = dict(model.named_parameters())
     muon = settings.optim.optimizer == "muon"
     sizes = state_bytes(named, muon, shards=ranks if settings.run.fsdp else 1)
     text = ", ".join(f"{kind} {size / 1e6:,.1f} MB" for kind, size in sizes.items())
@@ -75,13 +83,13 @@ def data(plan: Plan) -> str:
     return text
 
 
-def ahead(plan: Plan, clock: Clock) -> str:
+def ahead(plan: Plan, clock: Clock, forecast: Forecast) -> str:
     """Say what the rest of the run takes, and what it would take without techniques.
 
     Example: about 496 steps, 3,953,296 tokens of text, 27.6 TFLOP (1.97 epochs); without
              techniques: about 269 steps, 2,203,648 tokens of text, 31.3 TFLOP
     """
-    forecast, plain = plan.forecast(clock), plan.without_techniques().forecast(clock)
+    plain = plan.without_techniques().forecast(clock)
     epochs = forecast.tokens / max(plan.store.meta["train_tokens"], 1)
     clauses = [f"about {forecast} ({epochs:,.2f} epochs)"]
     if epochs > MANY_EPOCHS:
@@ -89,6 +97,29 @@ def ahead(plan: Plan, clock: Clock) -> str:
     if plain != forecast:
         clauses.append(f"without techniques: about {plain}")
     return "; ".join(clauses)
+
+
+def rate(plan: Plan, clock: Clock, forecast: Forecast) -> str:
+    """Say how the learning rate goes.
+
+    Example: 0.00101 in the first step, 0.0102 halfway, 2.02e-05 in the last (linear)
+    """
+    optim = plan.settings.optim
+    half_step = (optim.tokens - clock.consumed_tokens) / max(forecast.steps, 1) / 2
+    ends = clock.consumed_tokens + half_step, optim.tokens - half_step
+    first, middle, last = (f"{lr_at(optim, at):.3g}" for at in (ends[0], sum(ends) / 2, ends[1]))
+    return f"{first} in the first step, {middle} halfway, {last} in the last ({optim.schedule})"
+
+
+def afterwards(plan: Plan) -> str:
+    """Say what the finished run cannot be used for, with the flags that would allow it."""
+    only = []
+    if plan.settings.optim.min_lr < 1:
+        rates = "--min-lr 1 or, before its decay, --schedule wsd"
+        only.append(f"extended (--resume --tokens) only with {rates}")
+    if missing := missing_for_export(flattened(plan.settings)):
+        only.append(f"exported only with {as_flags(missing)}")
+    return f"can be {'; '.join(only)}" if only else ""
 
 
 def spent(plan: Plan, run: Run) -> str:

@@ -107,10 +107,11 @@ def run_training(run: Run, data: Data, micro_batch: int) -> int:
     if run.started and runtime.on_rank0(run.has_ended):
         runtime.say(f"{run.folder} is finished: its {settings.optim.tokens:,} tokens are consumed")
         return 0
+    models = models_to_come(run, shape)
     if settings.offload.on:
         muon = settings.optim.optimizer == "muon"
-        offload.preview(settings.offload, models_to_come(run, shape), runtime, muon)
-    announce(plan, run, micro_batch)
+        offload.preview(settings.offload, models, runtime, muon)
+    announce(plan, run, models, micro_batch)
     if is_compiled(settings, runtime):
         runtime.say("compile: blocks are compiled as their shapes come, which takes seconds")
     if settings.run.dry_run:
@@ -134,13 +135,13 @@ def run_training(run: Run, data: Data, micro_batch: int) -> int:
 
 
 def models_to_come(run: Run, shape: TransformerConfig) -> list[Transformer]:
-    """The whole model and that of every stage of --pseudo from now on, without their weights."""
-    settings, models = run.settings, [empty_model(shape)]
-    if settings.pseudo.on:
-        progress = run.clock.consumed_tokens / settings.optim.schedule_tokens
-        for owners in pseudo.owners_to_come(settings.pseudo, settings.model.layers, progress):
-            models.append(pseudo.share_weights(empty_model(shape), owners))
-    return models
+    """The model, and with --pseudo that of every stage from now on, without their weights."""
+    settings = run.settings
+    if not settings.pseudo.on:
+        return [empty_model(shape)]
+    progress = run.clock.consumed_tokens / settings.optim.schedule_tokens
+    stages = pseudo.owners_to_come(settings.pseudo, settings.model.layers, progress)
+    return [pseudo.share_weights(empty_model(shape), owners) for owners in stages]
 
 
 def first_trainer(

@@ -45,7 +45,7 @@ from tqdm import tqdm
 
 from support import checkpoint
 from support.clock import Clock, due, lr_clock
-from support.numbers import short
+from support.numbers import duration, short
 from support.optim import decay_start
 from support.process import ROOT, peak_memory
 from support.runtime import Runtime, check_agreement, made_by
@@ -128,7 +128,7 @@ class Run:
         self.evaluation_due = False  # whether an evaluation at this clock is still to be made
         self.resumed_from: Path | None = None
         self.saved_path: Path | None = None  # the last checkpoint
-        self.printed_at = time.monotonic()
+        self.printed_at, self.printed_tokens = time.monotonic(), 0  # at the last progress line
 
     def __enter__(self) -> "Run":
         return self
@@ -288,6 +288,7 @@ class Run:
 
     def progress_bar(self) -> tqdm:
         """Make rank 0's progress bar; without a terminal `log_step` prints a line per minute."""
+        self.printed_at, self.printed_tokens = time.monotonic(), self.clock.consumed_tokens
         return tqdm(
             total=self.settings.optim.tokens,
             initial=self.clock.consumed_tokens,
@@ -326,10 +327,13 @@ class Run:
         bar.set_postfix_str(shown, refresh=False)
         # The last step may overshoot the budget, and a bar beyond its total shows no time left.
         bar.update(min(now.consumed_tokens, bar.total) - before.consumed_tokens)
-        if bar.disable and time.monotonic() > self.printed_at + LINE_SECONDS:
-            self.printed_at = time.monotonic()
+        seconds = time.monotonic() - self.printed_at
+        if bar.disable and seconds > LINE_SECONDS:
+            rate = (now.consumed_tokens - self.printed_tokens) / seconds
+            left = duration(max(bar.total - now.consumed_tokens, 0) / rate)
             done = f"{short(now.consumed_tokens)} of {short(bar.total)} tokens"
-            self.runtime.say(f"step {now.step:,}: {done}, {shown}")
+            self.runtime.say(f"step {now.step:,}: {done}, {shown}, about {left} left")
+            self.printed_at, self.printed_tokens = time.monotonic(), now.consumed_tokens
 
     def log_evaluation(self, result: dict[str, object], last: bool, ms: float) -> None:
         """Log the result of an evaluation."""

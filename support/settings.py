@@ -167,7 +167,7 @@ class RunConfig:
         "--eval-every", None, "in tokens; 0: only at the end (default: --tokens / 5)"
     )
     eval_tokens: int | None = free(
-        "--eval-tokens", None, "held-out tokens on the way (default: 2 % of --tokens)", least=1
+        "--eval-tokens", None, "held-out tokens on the way (default: 3 % of --tokens)", least=1
     )
     final_eval_tokens: int | None = free(
         "--final-eval-tokens",
@@ -316,7 +316,7 @@ def with_defaults(settings: Flat) -> Flat:
     s.setdefault("optim.warmup_tokens", s["optim.tokens"] // 50)
     s.setdefault("run.eval_every", max(s["optim.tokens"] // 5, 1))
     s.setdefault("run.final_eval_tokens", min(s["optim.tokens"], 1_000_000))
-    few = max(s["optim.tokens"] // 50, 1)  # four evaluations take some 3 % of a run's time
+    few = max(3 * s["optim.tokens"] // 100, 1)  # four evaluations take some 3 % of a run's time
     s.setdefault("run.eval_tokens", min(few, s["run.final_eval_tokens"]))
     s.setdefault("run.checkpoint_every", max(s["optim.tokens"] // 10, 1))
     return s

@@ -186,9 +186,7 @@ def export(run: Path, out: Path) -> None:
         raise ValueError(f"{run} is neither the folder of a run nor a checkpoint")
     s = {name.removeprefix("model."): value for name, value in source.settings.items()}
     layout = published.layout_of(s["model"], is_llama=s["block"] == "llama")
-    needed = {"kv_heads": s["heads"]} | layout.settings
-    lacks = {f"model.{n}": x for n, x in needed.items() if n not in layout.keys and s[n] != x}
-    if lacks:
+    if lacks := missing_for_export(source.settings):
         raise ValueError(f"{source.path}: a {layout.model_type} export needs {as_flags(lacks)}")
     weights = real_weights(checkpoint.load(source.path))
     tensors = published.exported(weights, layout, s["width"] // s["heads"])
@@ -196,6 +194,14 @@ def export(run: Path, out: Path) -> None:
         config = exported_config(source, s, layout)
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         published.save_file(file, tensors)  # tied tensors are written once: readers tie them
+
+
+def missing_for_export(settings: Flat) -> Flat:
+    """Return the settings with which a run like this could be exported, as far as it has others."""
+    s = {name.removeprefix("model."): value for name, value in settings.items()}
+    layout = published.layout_of(s["model"], is_llama=s["block"] == "llama")
+    needed = {"kv_heads": s["heads"]} | layout.settings
+    return {f"model.{n}": x for n, x in needed.items() if n not in layout.keys and s[n] != x}
 
 
 def exported_config(source: CheckpointInfo, s: Flat, layout: published.Layout) -> dict[str, object]:

@@ -194,6 +194,26 @@ def test_a_dry_run_writes_nothing(store_dir, tmp_path, monkeypatch, capsys):
     assert "(5.86 epochs); beyond 4 epochs, text teaches less each time" in capsys.readouterr().out
 
 
+def test_a_dry_run_tells_the_rate_the_memory_of_each_stage_and_what_comes_afterwards(
+    store_dir, capsys
+):
+    """nanoGPT's --min-lr is a rate, ours a share; a budget below a step never reaches --lr."""
+
+    def line(name, flags):
+        train.main(f"{SMALL} --data {store_dir} --dry-run {flags}".split())
+        return re.search(f"^{name}: (.*)", capsys.readouterr().out, re.M)[1]
+
+    course = "0.00998 in the first step, 0.005 halfway, 2.1e-05 in the last (linear)"
+    assert line("rate", "--lr 1e-2 --min-lr 1e-4 --tokens 64K --warmup-tokens 0") == course
+    assert line("rate", "--lr 1e-2 --tokens 20").startswith("0.005 in the first step")
+    stages = line("memory", "--layers 4 --pseudo --pseudo-layers 2 --tokens 64K").split("; then ")
+    mb = [float(stage.split()[1]) for stage in stages]
+    assert 0.3 < mb[0] / mb[1] < 0.9
+    rates = "can be extended (--resume --tokens) only with --min-lr 1 or, before its decay,"
+    assert line("afterwards", "--pos learned --min-lr 0.1") == f"{rates} --schedule wsd"
+    assert line("afterwards", "--min-lr 1 --pos rope") == "can be exported only with --pos learned"
+
+
 def test_a_dry_run_of_an_existing_run_does_not_change_it(run_of, store_dir, capsys):
     folder = run_of("--min-lr 1")
     before = contents(folder)

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -62,7 +63,8 @@ def test_a_run_leaves_its_log_config_and_checkpoints(run, tmp_path, capsys):
 def test_without_a_terminal_a_run_prints_a_line_when_it_is_due(run, monkeypatch, capsys):
     monkeypatch.setattr("support.run.LINE_SECONDS", 0)
     run("--tokens 512 --layers 1")
-    assert "step 1: 256 of 512 tokens, loss " in capsys.readouterr().out
+    line = r"^step 1: 256 of 512 tokens, loss \d.\d+, about \d+.\d s left$"
+    assert re.search(line, capsys.readouterr().out, re.M)
 
 
 def test_a_run_learns(log_of):
