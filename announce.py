@@ -8,9 +8,9 @@
 
 from kernels.packed_attention import IMPLS, chosen_impl
 from mixture import MixedSamples
+from model import Transformer
 from plan import Forecast, Plan
 from support.clock import Clock
-from model import Transformer
 from support.numbers import duration, several, short
 from support.optim import lr_at, state_bytes
 from support.run import Run, read_log
