@@ -94,8 +94,8 @@ def effective_tokens(
               seq_len         T, tokens of a whole row
     Returns:  the sum over rows of (n - seen) sum_l min(n, K_l) / (L n), rounded down; of B whole
               rows B a
-    Deviates: DeepSpeed rounds down every row, which costs a short one up to a fifth; here only whole
-              rows are rounded down, so that runs end where the published ones do
+    Deviates: DeepSpeed rounds down every row, which takes up to a fifth of a short one; here only
+              whole rows are rounded down, so that runs end where the published ones do
     Example:  two rows of 256 in layers that see [256, 128, 128, 128, 128, 256] tokens consume
               2 * floor(1024 / 6) == 340; no layer drops anything of a row of 100 tokens, which
               consumes 100
