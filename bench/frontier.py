@@ -488,9 +488,18 @@ def quick(args: argparse.Namespace) -> None:
     arms = arms_in(args.sections or ["books"])
     some = [a for a in arms if a.is_plain][:2] + [a for a in arms if not a.is_plain][:1]
     new = [arm._replace(seed=arm.seed + 1000) for arm in some]
+    before = {p.flags: p.seconds for p in points_in(some[0].section, args.device)}
+    minutes = sum(before.get(arm.flags, 0) for arm in some) / 60
+    print(f"training {len(new)} runs, two at once: about {minutes:.0f} minutes on two fast cores")
+    made, costs = [], []
     with ThreadPoolExecutor(2) as pool:
-        made = [*pool.map(partial(run, stores=args.stores, device=args.device), new)]
-    points = points_of(made, [*costs_of(made, set(), args)])
+        for record in pool.map(partial(run, stores=args.stores, device=args.device), new):
+            made.append(record)
+            print(f"{record['flags']}: {record['val_bpb']} bits per byte", flush=True)
+    for cost in costs_of(made, set(), args):
+        costs.append(cost)
+        print(f"timed a step: {cost['ms'][1]:.0f} ms", flush=True)
+    points = points_of(made, costs)
     print(runs_table(points, points))
 
 
