@@ -174,10 +174,11 @@ class Corpus:
         for path, name, kind in self.files:
             for id, text in self._read(path, name, kind):
                 is_repeat = hash(text) in held_out
-                if not is_repeat:
-                    crc32 = zlib.crc32((text if id is None else id).encode())
-                    held_out[hash(text)] = self.holdout > 0 and crc32 % self.holdout == 0
-                yield Document(text, held_out[hash(text)], is_repeat)
+                crc32 = zlib.crc32((text if id is None else id).encode())
+                side = held_out.setdefault(
+                    hash(text), self.holdout > 0 and crc32 % self.holdout == 0
+                )
+                yield Document(text, side, is_repeat)
 
     def _before_the_tail(self) -> int | None:
         """Count the characters before the last 1/holdout; None if hashes give both sides text."""

@@ -78,9 +78,8 @@ class StoreWriter:
         if not sum(self.tokens):
             raise ValueError(f"{', '.join(map(str, inputs))}: no document has any text")
         stored = np.memmap(self.folder / "tokens.bin", self.dtype, "r")
-        files = ("tokens.bin", "documents.idx")
-        meta = {"format": FORMAT, "dtype": self.dtype.name}
-        meta |= {"sha256": {name: sha256_of(self.folder / name) for name in files}} | origin
+        meta = {"format": FORMAT, "dtype": self.dtype.name, **origin}
+        meta["sha256"] = {n: sha256_of(self.folder / n) for n in ("tokens.bin", "documents.idx")}
         meta |= {"train_documents": len(trained), "documents": len(trained) + len(tested)}
         meta |= {"train_tokens": self.tokens[0], "tokens": sum(self.tokens)}
         meta |= {"train_bytes": self.bytes[0], "bytes": sum(self.bytes)}
@@ -94,7 +93,7 @@ class StoreWriter:
 
 # ---- held-out text that also stands in training
 
-SAMPLED = 1 << 22  # windows, about, of a larger store
+SAMPLED = 1 << 22  # about so many windows of a larger store are compared
 BLOCK = 1 << 16  # tokens hashed at a time
 FACTOR = 0x9E3779B97F4A7C15  # any large odd number
 
@@ -121,14 +120,15 @@ def overlap(tokens: np.ndarray, train_tokens: int, end: int, window: int = 32) -
 
 
 def window_hashes(tokens: np.ndarray, end: int, window: int, highest: int) -> np.ndarray:
-    """Hash each window without end-of-text, from the hashes of its halves; keep those up to one.
+    """Hash each window without end-of-text, from its two halves, and keep hashes up to `highest`.
 
-    Example: 5 6 7 8 gets (5 FACTOR + 6) FACTOR**2 + 7 FACTOR + 8, modulo 2**64
+    Example: 5 6 7 8 gets (6 FACTOR + 7) FACTOR**2 + 8 FACTOR + 9, modulo 2**64
     """
     kept = []
     for start in range(0, len(tokens), BLOCK):
         block = tokens[start : start + BLOCK + window - 1]
-        hashes, is_inside = block.astype(np.uint64), block != end
+        hashes = block.astype(np.uint64) + np.uint64(1)  # a row of zeros would get 0
+        is_inside = block != end
         half = 1
         while half < window:
             factor = np.uint64(pow(FACTOR, half, 1 << 64))
