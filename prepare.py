@@ -135,8 +135,8 @@ class Corpus:
     def __post_init__(self):
         self.files = []
         self.skipped = []
-        warned = END in (self.split_on or "")
-        given = [(Path(given), *file) for given in self.paths for file in input_files(given)]
+        warned = END in (self.split_on or "")  # then there is nothing to warn of
+        given = [(Path(g), path, name) for g in self.paths for path, name in input_files(g)]
         originals = {os.path.realpath(path) for _, path, _ in given if not path.is_symlink()}
         for named, path, name in given:
             try:
@@ -170,15 +170,13 @@ class Corpus:
 
     def _by_hash(self) -> Iterator[Document]:
         """Yield all documents; the hash of each, or of the first one of its text, decides."""
-        held_out: dict[int, bool] = {}  # by Python's hash of the text, which has 64 bits
+        sides: dict[int, bool] = {}  # by Python's hash of the text, which has 64 bits
         for path, name, kind in self.files:
             for id, text in self._read(path, name, kind):
-                is_repeat = hash(text) in held_out
+                is_repeat = hash(text) in sides
                 crc32 = zlib.crc32((text if id is None else id).encode())
-                side = held_out.setdefault(
-                    hash(text), self.holdout > 0 and crc32 % self.holdout == 0
-                )
-                yield Document(text, side, is_repeat)
+                held_out = self.holdout > 0 and crc32 % self.holdout == 0
+                yield Document(text, sides.setdefault(hash(text), held_out), is_repeat)
 
     def _before_the_tail(self) -> int | None:
         """Count the characters before the last 1/holdout; None if hashes give both sides text."""
@@ -361,10 +359,8 @@ def hold_out_tail(documents: Iterable[Document], training: int, holdout: int) ->
     reach = training // holdout // 2  # about half of the held-out text
     cuts: dict[int, int] = {}  # by the hash of the text: where its held-out part begins
     for text, _, is_repeat in documents:
-        if not is_repeat:
-            cuts[hash(text)] = find_cut(text, training, reach)
-            training -= len(text)
-        cut = cuts[hash(text)]
+        cut = cuts.setdefault(hash(text), find_cut(text, training, reach))
+        training -= 0 if is_repeat else len(text)
         if 0 < cut < len(text):
             yield Document(text[:cut], False, is_repeat)
             yield Document(text[cut:], True, is_repeat)
