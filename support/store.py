@@ -106,7 +106,7 @@ def overlap(tokens: np.ndarray, train_tokens: int, end: int, window: int = 32) -
 
     Args:    window a power of two
     Returns: None if one side has no window
-    Cost:    2 s per 100M tokens, or 6 s if half of them are held out; 100 MB
+    Cost:    2 s per 100M tokens, or 6 s if half of them are held out; 70 MB
     Example: of held-out 6 7 8, windows of two are 6 7 and 7 8; training on 5 6 7 has the first: 0.5
     """
     highest = (1 << 64) // (1 + len(tokens) // SAMPLED) - 1
