@@ -10,6 +10,7 @@ and reported.
 Held-out documents are chosen by hash. Of documents d, a, b and c, --holdout 2 holds out d, whose
 crc32 is even, as about one in two is: the store has the tokens of a, b and c, and then those of d,
 which training never reads. From a single text, and from a file of tokens, the end is held out.
+A text that occurs twice is never on both sides.
 
 Does not shuffle, filter, deduplicate or change text. With --learn-ranks it learns a tokenizer from
 the training documents, and makes no store.
@@ -45,6 +46,7 @@ from support.numbers import several, whole_number
 
 BLOCK = 1 << 22  # characters of text, or tokens, read at a time
 BATCH = 256  # documents that threads encode together
+END = tokenizer.SPECIAL_TOKENS[0]  # in text it is encoded as text, and ends no document
 
 # ---- stores
 
@@ -79,22 +81,23 @@ def prepare(inputs: Sequence[str | Path], out: Path, encoding: Encoding, **optio
     """
     corpus = Corpus(inputs, **options)
     documents = corpus.documents()
-    without_text = 0
+    without_text = repeats = 0
     # encode_ordinary would hold the GIL while it builds a list of ints; encode_to_numpy does not
     encode = partial(encoding.encode_to_numpy, disallowed_special=())
     with store.atomic_folder(out) as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         writer = store.StoreWriter(folder, encoding)
         while batch := list(islice(documents, BATCH)):
-            encoded = pool.map(encode, [text for text, _ in batch])
-            for (_, held_out), ids in zip(batch, encoded, strict=True):
+            encoded = pool.map(encode, [doc.text for doc in batch])
+            for doc, ids in zip(batch, encoded, strict=True):
                 if len(ids):
-                    writer.append(np.append(ids, encoding.eot_token), held_out, [len(ids) + 1])
+                    writer.append(np.append(ids, encoding.eot_token), doc.held_out, [len(ids) + 1])
+                    repeats += doc.is_repeat
                 else:
                     without_text += 1
         kinds = " or a ".join(sorted({kind for *_, kind in corpus.files}))
-        about = {"skipped": without_text, "document": kinds, "holdout": corpus.holdout}
+        about = {"skipped": without_text, "repeats": repeats, "document": kinds}
         about["held_out_by"] = "hash" if corpus.training_characters is None else "tail"
-        return writer.finish(inputs, **about, split_on=corpus.split_on)
+        return writer.finish(inputs, **about, holdout=corpus.holdout, split_on=corpus.split_on)
 
 
 # ---- documents
@@ -105,6 +108,7 @@ class Document(NamedTuple):
 
     text: str
     held_out: bool
+    is_repeat: bool = False  # has the text of an earlier document
 
 
 @dataclass
@@ -115,10 +119,12 @@ class Corpus:
     have an "id". A file of plain text has its name as the id, unless `split_on` cuts it.
 
     The hash of a document's id, or of its text if it has none, decides whether it is held out; so
-    it stays held out when other documents come or go. If training or the held-out side would have
-    no text, the last 1/holdout of all text is held out instead.
+    it stays held out when other documents come or go. A text that was read before is on the side of
+    its first document. If training or the held-out side would have no text, the last 1/holdout of
+    all text is held out instead.
 
     Raises: ValueError, naming the flag, or the file and the line
+    Cost:   95 bytes of memory per document, for the hash of its text
     """
 
     paths: Sequence[str | Path]  # files and folders
@@ -129,17 +135,27 @@ class Corpus:
     def __post_init__(self):
         self.files = []
         self.skipped = []
-        for given in self.paths:
-            for path, name in input_files(given):
-                try:
-                    kind = kind_of(path)
-                    if kind != "file" and path != Path(given):
-                        sum(1 for _ in self._read(path, name, kind))  # check it to its end
-                    self.files.append((path, name, kind))
-                except (ValueError, OSError) as error:
-                    if path == Path(given):
-                        raise
-                    self.skipped.append(process.one_line(error))
+        warned = END in (self.split_on or "")  # then there is nothing to warn of
+        given = [(Path(g), path, name) for g in self.paths for path, name in input_files(g)]
+        originals = {os.path.realpath(path) for _, path, _ in given if not path.is_symlink()}
+        for named, path, name in given:
+            try:
+                if path.is_symlink() and path != named and os.path.realpath(path) in originals:
+                    raise ValueError(f"{path}: is a link to a file that is given as well")
+                kind = kind_of(path)
+                if kind != "file":
+                    first_only = 1 if path == named else None  # a file in a folder is read whole
+                    sum(1 for _ in islice(self._read(path, name, kind), first_only))
+                elif not warned and END in next(text_blocks(path), ""):
+                    warned = True
+                    advice = f"if it separates documents, add --split-on '{END}'"
+                    line = f"warning: {path} has {END} in its text: {advice}"
+                    print(process.printable(line), file=sys.stderr)
+                self.files.append((path, name, kind))
+            except (ValueError, OSError) as error:
+                if path == named:
+                    raise
+                self.skipped.append(process.one_line(error))
         if self.skipped:
             count = f"skipped {several(len(self.skipped), 'file')}; the first ones:"
             print(count, *self.skipped[:5], sep="\n  ", file=sys.stderr)
@@ -153,17 +169,20 @@ class Corpus:
         return hold_out_tail(documents, self.training_characters, self.holdout)
 
     def _by_hash(self) -> Iterator[Document]:
-        """Yield all documents; the hash of each decides whether it is held out."""
+        """Yield all documents; the hash of each, or of the first one of its text, decides."""
+        sides: dict[int, bool] = {}  # by Python's hash of the text, which has 64 bits
         for path, name, kind in self.files:
             for id, text in self._read(path, name, kind):
-                hash = zlib.crc32((text if id is None else id).encode())
-                yield Document(text, self.holdout > 0 and hash % self.holdout == 0)
+                is_repeat = hash(text) in sides
+                crc32 = zlib.crc32((text if id is None else id).encode())
+                held_out = self.holdout > 0 and crc32 % self.holdout == 0
+                yield Document(text, sides.setdefault(hash(text), held_out), is_repeat)
 
     def _before_the_tail(self) -> int | None:
         """Count the characters before the last 1/holdout; None if hashes give both sides text."""
         characters = [0, 0]  # for training, held out
-        for text, held_out in self._by_hash():
-            characters[held_out] += len(text)
+        for text, held_out, is_repeat in self._by_hash():
+            characters[held_out] += 0 if is_repeat else len(text)
             if all(characters):
                 return None
         return sum(characters) * (self.holdout - 1) // self.holdout
@@ -179,7 +198,8 @@ class Corpus:
             id, text = fields.get("id"), fields.get(self.text_column, 0)
             if not isinstance(text, str | None):
                 names = ", ".join(fields)[:1000]
-                raise ValueError(f"{path}:{number}: no string under {self.text_column} of {names}")
+                column = f"--text-column {self.text_column}"
+                raise ValueError(f"{path}:{number}: no string under {column} of {names}")
             try:
                 f"{id}{text}".encode()
             except UnicodeEncodeError:
@@ -189,8 +209,18 @@ class Corpus:
 
 # ---- files
 
+# What is no text or JSON lines, and how it begins, in lower case and without blanks
+FORMATS = {
+    "HTML: extract its text": (b"<!doctypehtml", b"<html"),
+    "XML or PDF: extract its text": (b"<?xml", b"<svg", b"%pdf"),
+    "a JSON array: write one object per line": (b'[{"',),
+    "a Git LFS pointer, not the file itself: run git lfs pull": (b"versionhttps://git-lfs",),
+    "UTF-16: convert it to UTF-8": (b"\xff\xfe", b"\xfe\xff"),
+    # gz, zip, zstd, xz, bz2 and npy
+    "packed: unpack it": (b"\x1f\x8b", b"pk\3\4", b"(\xb5/\xfd", b"\xfd7zxz", b"bzh", b"\x93num"),
+}
 # Files of text that is not worth training on, also with .gz
-NOT_TEXT = (".json", ".csv", ".tsv", ".ipynb", ".pkl", ".pickle", ".svg")
+NOT_TEXT = (".json", ".csv", ".tsv", ".ipynb", ".pkl", ".pickle", ".html", ".htm")
 
 
 def input_files(given: str | Path) -> Iterator[tuple[Path, str]]:
@@ -209,18 +239,33 @@ def input_files(given: str | Path) -> Iterator[tuple[Path, str]]:
 
 def kind_of(path: Path) -> str:
     """Tell what one document is: "file", "line" (of JSON) or "row"; refuse tables and the like."""
+    if any("\udc80" <= char <= "\udcff" for char in str(path)):  # how Python shows other bytes
+        raise ValueError(f"{path}: has a name that is not UTF-8: rename it")
     with decompressed(path) as file:
+        start = file.peek(512)
         first = next(filter(None, map(bytes.strip, file)), b"")
-    name = path.name.lower().removesuffix(".gz")
-    if first.startswith(b"PAR1"):
+    suffix = Path(path.name.lower().removesuffix(".gz")).suffix
+    if start.startswith(b"PAR1"):
         return "row"
-    if name.endswith(".jsonl") or json_object(first) is not None:
+    if known := format_of(start):
+        raise ValueError(f"{path}: is {known}")
+    if suffix == ".parquet":
+        raise ValueError(f"{path}: is not parquet, which begins with PAR1")
+    if suffix == ".jsonl" or json_object(first) is not None:
         return "line"
-    if name.endswith(NOT_TEXT) or first.startswith(b'[{"'):
-        raise ValueError(f"{path}: is neither text nor JSON lines: convert it to one of them")
+    if suffix in NOT_TEXT:
+        raise ValueError(f"{path}: is {suffix}, not text or JSON lines: convert it to one of them")
     if any("\0" in block for block in text_blocks(path)):
         raise ValueError(f"{path}: is not text: it has a NUL byte")
     return "file"
+
+
+def format_of(start: bytes) -> str | None:
+    """Name the format of a file that begins with these bytes, and what to do; None if unknown."""
+    if start[257:262] == b"ustar":
+        return "a tar archive: unpack it"
+    compact = b"".join(start.removeprefix(b"\xef\xbb\xbf").lower().split())
+    return next((name for name, starts in FORMATS.items() if compact.startswith(starts)), None)
 
 
 def json_object(line: bytes) -> dict[str, object] | None:
@@ -267,13 +312,16 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
 
 def read_parquet(path: Path, text_column: str) -> Iterator[tuple[int, dict[str, object]]]:
     """Yield the number of each row, with its text and id as far as it has them."""
-    from pyarrow import parquet
-
     try:
+        from pyarrow import parquet
+
         table = parquet.ParquetFile(path)
-        columns = [name for name in table.schema_arrow.names if name in (text_column, "id")]
+        # without the text column all columns, which the error will name
+        columns = [text_column, "id"] if text_column in table.schema_arrow.names else None
         rows = (batch.to_pylist() for batch in table.iter_batches(1000, columns=columns))
         yield from enumerate(chain.from_iterable(rows), 1)
+    except ImportError:
+        raise ValueError(f"{path}: needs pyarrow: pip install -e '.[parquet]'") from None
     except (ValueError, OSError) as error:
         raise ValueError(f"{path}: cannot be read as parquet: {error}") from None
 
@@ -304,35 +352,37 @@ def split_blocks(blocks: Iterable[str], mark: str) -> Iterator[str]:
 
 
 def hold_out_tail(documents: Iterable[Document], training: int, holdout: int) -> Iterator[Document]:
-    """Hold out all text after the first `training` characters, cutting one document in two."""
+    """Hold out all text after the first `training` characters, cutting one document in two.
+
+    A repeated text counts once, and the same part of it is held out each time.
+    """
     reach = training // holdout // 2  # about half of the held-out text
-    for text, _ in documents:
-        if 0 < training < len(text):
-            end = find_cut(text, training, reach)
-            yield Document(text[:end], False)
-            yield Document(text[end:], True)
+    cuts: dict[int, int] = {}  # by the hash of the text: where its held-out part begins
+    for text, _, is_repeat in documents:
+        cut = cuts.setdefault(hash(text), find_cut(text, training, reach))
+        training -= 0 if is_repeat else len(text)
+        if 0 < cut < len(text):
+            yield Document(text[:cut], False, is_repeat)
+            yield Document(text[cut:], True, is_repeat)
         else:
-            yield Document(text, training <= 0)
-        training -= len(text)
+            yield Document(text, cut <= 0, is_repeat)
 
 
 def find_cut(text: str, position: int, reach: int) -> int:
-    """Choose where to cut a text: within `reach` after a line, else after a blank, else `position`.
+    """Choose where to cut a text: shortly before `position` after a line or blank, else there.
 
     Example:  find_cut("one\\ntwo\\nthree", 10, 5) is 8, before "three"
     """
+    if not 0 < position < len(text):
+        return position
+    near = text[max(0, position - reach - 1) : position]
     for end in ("\n", " "):
-        before = text.rfind(end, max(0, position - reach - 1), position) + 1
-        after = text.find(end, position, position + reach) + 1
-        if before or 0 < after < len(text):
-            return before or after
+        if end in near:
+            return position - len(near) + near.rindex(end) + 1
     return position
 
 
 # ---- files of tokens
-
-# The first bytes of files that do not hold bare numbers: gz, npy, npz
-HEADERS = (b"\x1f\x8b\x08", b"\x93NUMPY", b"PK\3\4")
 
 
 def prepare_tokens(
@@ -369,6 +419,9 @@ def token_sides(
     The end is the last 1/holdout of the file (default: 20). It starts after an end-of-text if there
     is one shortly before: of nine times 72 105 256, 24 of the 27 tokens are for training.
     """
+    if train.with_name("meta.pkl").exists():
+        advice = "prepare its input.txt instead, for example with --tokenizer bytes"
+        raise ValueError(f"--tokens-from {train}: has ids of characters (meta.pkl): {advice}")
     tokens = map_tokens(train, dtype)
     test = train.with_name(train.name.replace("train", "val"))
     if test != train and test.exists():
@@ -385,10 +438,12 @@ def token_sides(
 
 def map_tokens(file: Path, dtype: np.dtype | str) -> np.ndarray:
     """Map a file of bare numbers into memory; refuse one that holds something else."""
+    if known := format_of(np.fromfile(file, np.uint8, 512).tobytes()):
+        raise ValueError(f"--tokens-from {file}: is {known}")
     tokens = np.memmap(file, dtype, "r")
     zeros = np.mean(tokens[:BLOCK] == 0)  # of 32-bit numbers read as 16 bits, half are 0
-    if zeros > 1 / 3 or tokens[:3].tobytes().startswith(HEADERS):
-        problem = f"is not bare {tokens.dtype}, {zeros:.0%} are 0: unpack or convert it"
+    if zeros > 1 / 3:
+        problem = f"is not bare {tokens.dtype}, {zeros:.0%} are 0: convert it"
         raise ValueError(f"--tokens-from {file}: {problem}, or add --tokens-dtype uint32")
     return tokens
 
@@ -407,6 +462,15 @@ def print_summary(meta: dict) -> None:
     print(f"held out  {held_out:>14,}   documents, {held_out_tokens:,} tokens{tail}")
     if meta.get("skipped"):
         print(f"skipped   {meta['skipped']:>14,}   documents without text")
+    if meta.get("repeats"):
+        print(f"repeats   {meta['repeats']:>14,}   documents with the text of an earlier one")
+    if meta["overlap"] is not None:
+        where = "of held-out text (windows of 32 tokens) also stands in training"
+        print(f"overlap   {100 * meta['overlap']:>12.1f} %   {where}")
+    share = held_out_tokens / meta["tokens"]
+    if share * meta.get("holdout", 0) > max(2, meta.get("holdout", 0) / 10):
+        advice = "cut long texts with --split-on, or choose another --holdout"
+        print(f"warning: {share:.0%} of the tokens are held out: {advice}", file=sys.stderr)
 
 
 def write_ranks(path: Path, ranks: dict[bytes, int]) -> None:
@@ -445,6 +509,7 @@ def main(argv: list[str] | None = None) -> None:
         n_ranks = given.pop("learn_ranks")
         texts = (d.text for d in Corpus(inputs, **given).documents() if not d.held_out)
         write_ranks(out, tokenizer.learn_ranks(texts, n_ranks))
+        print(f"wrote {out}: {n_ranks:,} tokens")
         return
     encoding = tokenizer.get_encoding(given.pop("tokenizer", "pd4k"))
     if inputs:

@@ -77,24 +77,66 @@ class StoreWriter:
         offsets.tofile(self.folder / "documents.idx")
         if not sum(self.tokens):
             raise ValueError(f"{', '.join(map(str, inputs))}: no document has any text")
-        meta = {
-            "format": FORMAT,
-            "dtype": self.dtype.name,
-            "sha256": {n: sha256_of(self.folder / n) for n in ("tokens.bin", "documents.idx")},
-            **origin,
-            "train_documents": len(trained),
-            "documents": len(trained) + len(tested),
-            "train_tokens": self.tokens[0],
-            "tokens": sum(self.tokens),
-            "train_bytes": self.bytes[0],
-            "bytes": sum(self.bytes),
-            "tokenizer": self.encoding.name,  # get_encoding loads it by this name
-            "tokenizer_fingerprint": fingerprint(self.encoding),
-            "vocab_size": self.encoding.n_vocab,
-            "end_of_text": self.encoding.eot_token,
-        }
+        stored = np.memmap(self.folder / "tokens.bin", self.dtype, "r")
+        meta = {"format": FORMAT, "dtype": self.dtype.name, **origin}
+        meta["sha256"] = {n: sha256_of(self.folder / n) for n in ("tokens.bin", "documents.idx")}
+        meta |= {"train_documents": len(trained), "documents": len(trained) + len(tested)}
+        meta |= {"train_tokens": self.tokens[0], "tokens": sum(self.tokens)}
+        meta |= {"train_bytes": self.bytes[0], "bytes": sum(self.bytes)}
+        meta["overlap"] = overlap(stored, self.tokens[0], self.encoding.eot_token)
+        meta["tokenizer"] = self.encoding.name  # get_encoding loads it by this name
+        meta["tokenizer_fingerprint"] = fingerprint(self.encoding)
+        meta |= {"vocab_size": self.encoding.n_vocab, "end_of_text": self.encoding.eot_token}
         (self.folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
         return meta
+
+
+# ---- held-out text that also stands in training
+
+SAMPLED = 1 << 22  # about so many windows of a larger store are compared
+BLOCK = 1 << 16  # tokens hashed at a time
+FACTOR = 0x9E3779B97F4A7C15  # any large odd number
+
+
+def overlap(tokens: np.ndarray, train_tokens: int, end: int, window: int = 32) -> float | None:
+    """Return the share of held-out windows of tokens that also stand in training.
+
+    Compares 64-bit hashes of windows without end-of-text. Of a large store only the lowest hashes
+    are compared, which are those of the same windows on both sides.
+
+    Args:    window a power of two
+    Returns: None if one side has no window
+    Cost:    2 s per 100M tokens, or 6 s if half of them are held out; 70 MB
+    Example: of held-out 6 7 8, windows of two are 6 7 and 7 8; training on 5 6 7 has the first: 0.5
+    """
+    highest = (1 << 64) // (1 + len(tokens) // SAMPLED) - 1
+    training = window_hashes(tokens[:train_tokens], end, window, highest)
+    held_out = window_hashes(tokens[train_tokens:], end, window, highest)
+    if not len(training) or not len(held_out):
+        return None
+    training.sort()
+    nearest = np.searchsorted(training, held_out).clip(max=len(training) - 1)
+    return float((training[nearest] == held_out).mean())
+
+
+def window_hashes(tokens: np.ndarray, end: int, window: int, highest: int) -> np.ndarray:
+    """Hash each window without end-of-text, from its two halves, and keep hashes up to `highest`.
+
+    Example: 5 6 7 8 gets (6 FACTOR + 7) FACTOR**2 + 8 FACTOR + 9, modulo 2**64
+    """
+    kept = []
+    for start in range(0, len(tokens), BLOCK):
+        block = tokens[start : start + BLOCK + window - 1]
+        hashes = block.astype(np.uint64) + np.uint64(1)  # a row of zeros would get 0
+        is_inside = block != end
+        half = 1
+        while half < window:
+            factor = np.uint64(pow(FACTOR, half, 1 << 64))
+            hashes = hashes[:-half] * factor + hashes[half:]
+            is_inside = is_inside[:-half] & is_inside[half:]
+            half *= 2
+        kept.append(hashes[is_inside & (hashes <= np.uint64(highest))])
+    return np.concatenate(kept) if kept else np.zeros(0, np.uint64)
 
 
 @dataclass(frozen=True)

@@ -234,6 +234,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="new folder")
     args = parser.parse_args(argv)
     export(args.run, args.out)
+    print(f"wrote {args.out}: config.json and model.safetensors")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import sys
 import zlib
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from hypothesis import strategies as st
 import prepare
 from prepare import Corpus, Document, find_cut, hold_out_tail, split_blocks
 from support import store, tokenizer
-from support.process import ROOT
+from support.process import ROOT, printable
 from support.store import Store
 
 MIX = ROOT / "corpus" / "pd-mix.jsonl.gz"
@@ -65,20 +66,32 @@ def test_plain_and_compressed_files_and_folders_give_the_same_documents(tmp_path
 
 GOOD = b'{"id": "a", "text": "one"}\n'
 PACKED = gzip.compress(GOOD * 2000, mtime=0)
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+PAGE = b"\xef\xbb\xbf\n<!DOCTYPE html>\n<html><p>text</p></html>"
 BAD_INPUTS = [  # sorted by name: name, content, message
     ("a.jsonl", GOOD * 2 + b"nonsense\n" + GOOD, ":3: is not a JSON object"),
-    ("b.jsonl", b'{"content": "a"}', ":1: no string under text of content"),
+    ("b.jsonl", b'{"content": "a"}', ":1: no string under --text-column text of content"),
     ("c.jsonl", GOOD + b'{"text": "\xff"}', ":2: is not a JSON object"),
     ("d.jsonl", GOOD + b'{"id": "\\ud83d", "text": ""}', ":2: has half of a surrogate pair"),
     ("e.jsonl.gz", PACKED[:-20], ": cannot be decompressed"),
-    ("f.csv", b"text,id\na,1\n", ": is neither text nor JSON"),
-    ("g", b' [{"text": "a"}]', ": is neither text nor JSON"),
-    ("i.pkl.gz", gzip.compress(b"I1\n.", mtime=0), ": is neither text nor JSON"),
+    ("f.csv", b"text,id\na,1\n", ": is .csv, not text or JSON lines"),
+    ("g", b' [{"text": "a"}]', ": is a JSON array: write one object per line"),
+    ("h.jsonl", b'[\n  {\n "text": "a"}]', ": is a JSON array: write one object per line"),
+    ("i.pkl.gz", gzip.compress(b"I1\n.", mtime=0), ": is .pkl, not text or JSON lines"),
     ("j.txt", "né".encode("latin-1"), ": is not UTF-8 at byte 1"),
     ("k.txt", "no".encode("utf-16-le"), ": is not text: it has a NUL"),
     ("l.txt", b"text\n\n" * 5000 + b"\xff", ": is not UTF-8 at byte 30,000"),
     ("m.txt", "é🙂".encode()[:-1], ": is not UTF-8 at byte 2"),
-    ("x.json", b'{\n "text": "a"\n}', ": is neither text nor JSON"),
+    ("n.parquet", POINTER, ": is a Git LFS pointer, not the file itself"),
+    ("o.parquet", gzip.compress(PAGE, mtime=0), ": is HTML: extract its text"),
+    ("p.parquet", GOOD, ": is not parquet, which begins with PAR1"),
+    ("r.htm", b"<p>text</p>", ": is .htm, not text or JSON lines"),
+    ("s", b"a.txt".ljust(257, b"\0") + b"ustar", ": is a tar archive: unpack it"),
+    ("t.txt", "\ufefftext".encode("utf-16-le"), ": is UTF-16: convert it to UTF-8"),
+    ("u.jsonl.zst", b"(\xb5/\xfd$", ": is packed: unpack it"),
+    ("v.txt", b"%PDF-1.7\n", ": is XML or PDF: extract its text"),
+    ("w\udce9.txt", b"text", ": has a name that is not UTF-8: rename it"),
+    ("x.json", b'{\n "text": "a"\n}', ": is .json, not text or JSON lines"),
 ]
 
 
@@ -87,26 +100,42 @@ def test_bad_files_are_refused_if_named_and_skipped_in_a_folder(tmp_path, monkey
     monkeypatch.setattr(prepare, "BLOCK", 16)
     folder = tmp_path / "folder"
     folder.mkdir()
+    (folder / "zy").symlink_to("0.txt")  # which is read below
     (folder / "zz").symlink_to(tmp_path / "nowhere")
-    problems = [f"{folder / name}{problem}" for name, _, problem in BAD_INPUTS]
+    problems = [printable(f"{folder / name}{problem}") for name, _, problem in BAD_INPUTS]
     for (name, content, _), problem in zip(BAD_INPUTS, problems, strict=True):
         (folder / name).write_bytes(content)
-        assert refusal(read, folder / name).startswith(problem)
+        assert printable(refusal(read, folder / name)).startswith(problem)
+    problems.append(f"{folder / 'zy'}: is a link to a file that is given as well")
     problems.append(f"{folder / 'zz'}: No such file")
     assert refusal(make, folder, tmp_path / "out") == f"{folder}: no document has any text"
     (folder / "0.txt").write_text("one")
     (folder / "1.txt").write_text("né🙂 " * 3000)
     (folder / "z.json").write_text('{"text": "a document"}')
     texts = ["one", "né🙂 " * 3000, "a document"]
+    assert read(folder / "zy") == ["one"], "a link that is named"
     assert read(folder) == read(folder, split_on="blank-line") == texts
     assert read(folder, text_column="content") == [*texts[:2], "a"], "from b.jsonl"
     capsys.readouterr()
     skipped = Corpus([folder], 0).skipped
     assert all(map(str.startswith, skipped, problems)) and len(skipped) == len(problems)
     first, *output = capsys.readouterr().err.splitlines()
-    assert first.startswith("skipped 14 files; ") and output == [f"  {why}" for why in skipped[:5]]
+    assert first.startswith("skipped 25 files; ") and output == [f"  {why}" for why in skipped[:5]]
     assert "none.jsonl: no such file" in refusal(Corpus, [TINY, "none.jsonl"])
     assert "the empty string: no such file" in refusal(Corpus, [""])
+
+
+def test_end_of_text_spelled_in_a_file_is_reported_once(tmp_path, capsys):
+    for name in "ab":
+        (tmp_path / name).write_text("one<|endoftext|>two")
+    assert read(tmp_path) == ["one<|endoftext|>two"] * 2
+    advice = "if it separates documents, add --split-on '<|endoftext|>'"
+    assert (
+        capsys.readouterr().err
+        == f"warning: {tmp_path}/a has <|endoftext|> in its text: {advice}\n"
+    )
+    assert read(tmp_path, split_on="<|endoftext|>") == ["one", "two"] * 2
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("compressed", [bytes, gzip.compress])
@@ -119,7 +148,9 @@ def test_json_lines_are_recognised_by_content(name, compressed, tmp_path):
     for content in (f"\ufeff{lines}\n", f"\n\n{lines}"):
         file.write_bytes(compressed(content.encode()))
         assert read(file) == texts and read(file, text_column="id")[0] == "0"
-        assert refusal(read, file, text_column="n").endswith(": no string under n of text, id, n")
+        assert refusal(read, file, text_column="n").endswith(
+            ": no string under --text-column n of text, id, n"
+        )
     for text in ("né\r\n" * 1000, "{ braces } in prose", "[1] a note", "\ufeffa,b\n"):
         file.write_bytes(compressed(text.encode()))
         assert name == "a.jsonl" or read(file) == [text]
@@ -135,9 +166,18 @@ def test_parquet_files_are_read_by_row_group_from_the_text_column(tmp_path):
     assert read(file) == [row["text"] or "" for row in rows] == read(tmp_path)
     assert read(file, text_column="source") == ["a"] * 2500
     for column in ("body", "wide"):
-        assert f":1: no string under {column} of " in refusal(read, file, text_column=column)
+        problem = f":1: no string under --text-column {column} of "
+        assert problem in refusal(read, file, text_column=column)
+    assert refusal(read, file, text_column="body").endswith(" of text, id, source, wide")
     (tmp_path / "cut.parquet").write_bytes(file.read_bytes()[:-9])
     assert "cut.parquet: cannot be read as parquet" in refusal(read, tmp_path / "cut.parquet")
+
+
+def test_parquet_without_pyarrow_is_refused_before_anything_is_encoded(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    needs = f"{tmp_path}/a.parquet: needs pyarrow: pip install -e '.[parquet]'"
+    assert refusal(Corpus, [TINY, tmp_path / "a.parquet"], 0) == needs
 
 
 def test_split_on_cuts_plain_text_into_documents(tmp_path):
@@ -167,6 +207,21 @@ def test_documents_without_an_id_are_held_out_by_the_hash_of_their_text(tmp_path
     assert sides(write_lines(tmp_path / "a.jsonl", lines), 2) == (["a", "b", "c"], ["d"])
 
 
+def test_a_repeated_text_is_on_the_side_of_its_first_document(tmp_path):
+    lines = [{"id": id, "text": text} for id, text in zip("adda", "xxyy", strict=True)]
+    file = write_lines(tmp_path / "a.jsonl", lines)
+    assert sides(file, 2) == (["x", "x"], ["y", "y"]), "the ids alone would put each on both sides"
+    assert make(file, tmp_path / "store").meta["repeats"] == 2
+    folder = tmp_path / "copies"
+    folder.mkdir()
+    text = "".join(f"line {number}\n" for number in range(1000))
+    for name in ("a.txt", "b.txt", "c.txt"):
+        (folder / name).write_text(text)
+    training, held_out = sides(folder)
+    assert training == training[:1] * 3 and held_out == held_out[:1] * 3
+    assert training[0] + held_out[0] == text and len(text) / 25 < len(held_out[0]) < len(text) / 15
+
+
 def test_of_a_single_text_the_end_is_held_out_from_a_line_on(tmp_path):
     """Also if the hash of its name would hold it out completely, as of one name in 20."""
     text = "".join(f"line {number}\n" for number in range(1000))
@@ -179,7 +234,7 @@ def test_of_a_single_text_the_end_is_held_out_from_a_line_on(tmp_path):
     assert sides(path, 0) == ([text], []) and sides(path, 1) == ([], [text])
 
 
-@given(st.lists(st.text("ab \n", max_size=40), max_size=6), st.integers(2, 30))
+@given(st.lists(st.text("ab \n", max_size=40), max_size=6, unique=True), st.integers(2, 30))
 def test_holding_out_the_tail_keeps_all_text_in_order_and_both_sides_nonempty(texts, holdout):
     characters = sum(map(len, texts))
     if characters < 2:
@@ -196,10 +251,10 @@ def test_holding_out_the_tail_keeps_all_text_in_order_and_both_sides_nonempty(te
 def test_a_text_is_cut_at_a_line_or_else_a_blank_near_the_place():
     assert find_cut("one\ntwo\nthree", 10, 5) == 8, "the docstring's example"
     assert find_cut("one\ntwo\nthree", 4, 5) == 4, "a line begins right there"
-    assert find_cut("xxxxxx\nthree", 4, 5) == 7, "no line begins before: the next line"
+    assert find_cut("xxxxxx\nthree", 4, 5) == 4, "no line begins before: right there"
     assert find_cut("title\n" + "word " * 100, 300, 20) == 296, "no line in reach: after a blank"
     assert find_cut("title\n" + "x" * 100, 50, 20) == 50, "no blank either: right there"
-    assert find_cut("x" * 9 + "\n", 5, 9) == 5, "never after the last character"
+    assert find_cut("x\n", 0, 9) == 0 and find_cut("x\n", 2, 9) == 2, "nothing to cut"
 
 
 def test_of_a_few_documents_the_last_ones_are_held_out(tmp_path):
@@ -238,9 +293,34 @@ def test_a_store_equals_an_example_worked_by_hand(tmp_path):
     assert made.tokens.dtype == np.uint16 and made.offsets.dtype == np.int64
 
 
+@given(st.lists(st.integers(0, 3), max_size=60), st.integers(0, 60), st.sampled_from([1, 2, 4]))
+def test_overlap_equals_counting_windows(tokens, train_tokens, window):
+    def windows(side):
+        every = [tuple(side[i : i + window]) for i in range(len(side) - window + 1)]
+        return [tokens for tokens in every if 3 not in tokens]  # 3 is end-of-text
+
+    training, held_out = windows(tokens[:train_tokens]), windows(tokens[train_tokens:])
+    with mock.patch.object(store, "BLOCK", 7):
+        share = store.overlap(np.array(tokens, np.uint16), train_tokens, end=3, window=window)
+    known = training and held_out
+    assert share == (np.mean([w in training for w in held_out]) if known else None)
+
+
+def test_overlap_of_a_large_store_is_estimated_from_some_windows(monkeypatch):
+    assert store.overlap(np.array([5, 6, 7, 6, 7, 8]), 3, end=9, window=2) == 0.5, "the docstring's"
+    tokens = np.random.default_rng(0).integers(0, 4096, 110_000, np.uint16)
+    tokens[100_000:103_000] = tokens[:3000]
+    exactly = store.overlap(tokens, 100_000, end=4096)
+    monkeypatch.setattr(store, "SAMPLED", 10_000)
+    estimated = store.overlap(tokens, 100_000, end=4096)
+    assert exactly == (3000 - 31) / (10_000 - 31)
+    assert estimated != exactly and estimated == pytest.approx(exactly, abs=0.05)
+
+
 def test_the_store_of_the_embedded_corpus_never_changes(tmp_path):
     """If it did, every run would."""
     made = make(MIX, tmp_path / "store", PD4K)
+    assert made.meta["overlap"] == pytest.approx(0.00075, abs=1e-5)
     assert (made.meta["documents"], made.meta["train_documents"]) == (4705, 4705 - 234)
     assert made.meta["sha256"] == {
         "tokens.bin": "8d22be631ce583482ad705e2869170941f3dee3cc81afecc52e4afba9b9740f8",
@@ -258,6 +338,18 @@ def test_the_command_prints_a_summary_and_records_an_absolute_path(tmp_path, mon
     assert texts_of(made) == ["one line\n" * 950, "one line\n" * 50]
     assert made.meta["tokenizer"] == str(tmp_path / "a.tiktoken")
     assert made.meta["train_documents"] == 1 and made.meta["held_out_by"] == "tail"
+
+
+def test_more_held_out_tokens_than_asked_for_are_reported(tmp_path, capsys):
+    """The hash of an id knows nothing of the length."""
+    held_out = next(str(i) for i in range(999) if zlib.crc32(b"%d" % i) % 20 == 0)
+    file = by_id(tmp_path, {"a": "text " * 99, held_out: "other text " * 99})
+    prepare.main([str(file), "--out", str(tmp_path / "store"), "--tokenizer", "bytes"])
+    printed = capsys.readouterr()
+    assert printed.err.startswith("warning: 69% of the tokens are held out: cut long texts with")
+    assert "overlap" in printed.out and "repeats" not in printed.out
+    prepare.main([str(TINY), "--out", str(tmp_path / "tiny")])
+    assert capsys.readouterr().err == ""
 
 
 def test_a_large_vocabulary_is_stored_in_uint32(tmp_path):
@@ -306,13 +398,17 @@ def test_of_a_token_file_the_end_is_held_out(tmp_path, monkeypatch, capsys, dtyp
     np.full(100, 7, dtype).tofile("a.bin")  # no end-of-text to cut at
     prepare.main(f"{FROM} {width} --out one".split())
     assert Store.open("one").tokens.tolist() == [*[7] * 95, 256, *[7] * 5, 256]
+    Path("meta.pkl").touch()
+    characters = "--tokens-from a.bin: has ids of characters (meta.pkl): prepare its input.txt"
+    assert characters in refusal(prepare.main, [*FROM.split(), "--out", "no"])
 
 
 BAD_TOKENS = [
     (b"odd", FROM, "Size of available data is not a multiple"),
-    (gzip.compress(b"\1\0" * 99, mtime=0) + b"\0", FROM, "unpack or convert it"),
-    (b"\x93NUMPY\1\0" * 9, FROM, "a.bin: is not bare uint16"),
-    (BARE.astype("i4").tobytes(), FROM, "50% are 0: unpack or convert it, or add --tokens-dtype"),
+    (gzip.compress(b"\1\0" * 99, mtime=0) + b"\0", FROM, "a.bin: is packed: unpack it"),
+    (b"\x93NUMPY\1\0" * 9, FROM, "a.bin: is packed: unpack it"),
+    (POINTER, FROM, "a.bin: is a Git LFS pointer"),
+    (BARE.astype("i4").tobytes(), FROM, "50% are 0: convert it, or add --tokens-dtype"),
     (BARE.astype("i8").tobytes(), f"{FROM} --tokens-dtype uint32", "a.bin: is not bare uint32"),
     (b"\0\xff", FROM, "a.bin: has token 65280, but --tokenizer bytes ends at 256"),
     (b"\1\0", f"{FROM} more.txt", "or --tokens-from"),
@@ -346,7 +442,9 @@ def test_learned_ranks_are_reproducible_and_a_bar_shows_progress(tmp_path, monke
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     sha256 = hashlib.sha256(learn(TINY, tmp_path / "a.tiktoken")).hexdigest()
     assert sha256 == "4dae60ded8d1ef0d04544fda514a8b555c40e60e137a9b294aa95bda9c8cad40"
-    assert "/320 " in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "/320 " in printed.err
+    assert printed.out == f"wrote {tmp_path / 'a.tiktoken'}: 320 tokens\n"
 
 
 def test_held_out_documents_do_not_influence_the_ranks(tmp_path):

@@ -199,7 +199,9 @@ def test_an_impossible_export_is_one_line_and_writes_no_file(run_of, tmp_path):
 
 
 @pytest.mark.parametrize("flags", ["--tied", "--no-tied", "--model bert", "--model bert --nsp"])
-def test_an_export_loads_bit_for_bit_and_transformers_computes_the_same(flags, run_of, tmp_path):
+def test_an_export_loads_bit_for_bit_and_transformers_computes_the_same(
+    flags, run_of, tmp_path, capsys
+):
     """We load the state dict of its model, too."""
     _, ran, state = sample.load_run(run_of(f"{flags} --pos learned"), "last")
     shape = replace(ran.config, mlp_width=24)
@@ -208,6 +210,7 @@ def test_an_export_loads_bit_for_bit_and_transformers_computes_the_same(flags, r
     checkpoint.save(tmp_path / "run/step-00000002.pt", state)
     folder = tmp_path / "out"
     weights.main(["export", str(tmp_path / "run"), "--out", str(folder)])
+    assert f"wrote {folder}: config.json and model.safetensors\n" in capsys.readouterr().out
     assert names(folder) == ["config.json", "model.safetensors"]
     load_into(again, folder)
     assert same(again.state_dict(), model.state_dict())
