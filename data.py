@@ -31,6 +31,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -125,12 +126,19 @@ class Samples:
         digest = self.store.meta["sha256"]["documents.idx"][:16]
         file = self.store.path / f"{name}-{self.max_piece_len}-{digest}.spans"
         count = -(-len(self.documents) // DOCUMENTS_AT_ONCE)
-        if not file.exists():
+        if not self.is_complete(file):
             with atomic_write(file) as out:
                 blocks = self.blocks_of_spans()
                 for spans in tqdm(blocks, file.name, count, disable=None, leave=False):
                     out.write(spans)
         return np.asarray(np.memmap(file, np.int64, "r")).reshape(-1, 2)
+
+    def is_complete(self, file: Path) -> bool:
+        """Whether a table reaches the end of the last document."""
+        size = file.stat().st_size if file.exists() else 0
+        if size == 0 or size % 16:
+            return False
+        return np.memmap(file, np.int64, "r")[-1] == self.stop - self.without_eot
 
     def blocks_of_spans(self) -> Iterator[np.ndarray]:
         """Yield the spans (n, 2) of the samples of DOCUMENTS_AT_ONCE documents at a time.

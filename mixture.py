@@ -25,12 +25,10 @@ from typing import NamedTuple
 import numpy as np
 
 from support.clock import seed_of, shuffled
-from support.store import Store
+from support.store import COUNTS, Store
 
 EXAMPLE = "as in --data wiki=0.7,code=0.3"
 ONE = 1 << 32  # a share of 1: shares are integers, in units of 2^-32
-# the counts in a store's meta, which a mixture sums
-COUNTS = ("documents", "tokens", "bytes", "train_documents", "train_tokens", "train_bytes")
 
 
 def entries_of(given: str | Path) -> list[tuple[str, Fraction]]:

@@ -31,7 +31,7 @@ from support import checkpoint, process, runtime
 from support import clock as rng
 from support.fsdp import evaluating, of_rank0
 from support.numbers import count
-from support.tokenizer import get_encoding, vocab_size
+from support.tokenizer import get_encoding, tokenizer_in, vocab_size
 from support.weights import real_weights, running_layers
 
 
@@ -105,7 +105,8 @@ def load_run(folder: str, which: str) -> tuple[config.Config, Transformer, dict]
     """
     path = checkpoint.find(folder, which)
     state = checkpoint.load(path)
-    settings = config.build(state["config"], will_run=False)
+    tokenizer = tokenizer_in(path.parent, state["config"]["data.tokenizer"])
+    settings = config.build(state["config"] | {"data.tokenizer": tokenizer}, will_run=False)
     shape = config.transformer_config(settings, **state["model_size"])
     model = replace(shape, layers=len(running_layers(state))).build()
     model.load_state_dict(real_weights(state))

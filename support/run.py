@@ -51,6 +51,7 @@ from support.process import ROOT, peak_memory
 from support.runtime import Runtime, check_agreement, made_by
 from support.settings import Flat, Settings, flattened
 from support.store import atomic_write, folder_lock
+from support.tokenizer import copy_ranks, tokenizer_in
 
 LINE_SECONDS = 60  # between progress lines when there is no terminal for a progress bar
 
@@ -85,8 +86,9 @@ def started_with(folder: Path) -> Started:
         raise ValueError(f"{folder}/config.json is damaged: {error}") from None
     if "model_size" not in about:
         raise ValueError(f"--resume: {folder}/config.json is not that of a run")
-    size = ModelSize(**about["model_size"])
-    return Started(folder, about["id"], about["config"], size, about["store"])
+    size, config = ModelSize(**about["model_size"]), about["config"]
+    config["data.tokenizer"] = tokenizer_in(folder, config["data.tokenizer"])
+    return Started(folder, about["id"], config, size, about["store"])
 
 
 def newest_run() -> Path:
@@ -225,6 +227,7 @@ class Run:
         run, model = self.settings.run, self.settings.model
         folder = new_folder(run.out, f"runs/{model.model}-{model.size}")
         self.lock.enter_context(folder_lock(folder, wait=False))
+        copy_ranks(self.settings.data.tokenizer, folder)
         return folder
 
     def set_aside_later_checkpoints(self) -> None:

@@ -190,7 +190,7 @@ class DataConfig:
     data: str | None = free(
         "--data", None, "prepared store, or several: a=0.7,b=0.3 (default: the embedded corpus)"
     )
-    tokenizer: str | None = flag(
+    tokenizer: str | None = free(
         "--tokenizer", None, "pd4k, bytes, gpt2 or a file of ranks (default: the store's, or pd4k)"
     )
     seq_len: int | None = flag(

@@ -7,6 +7,7 @@ A store is a folder. This one holds the documents "ab" and "c", encoded as bytes
     documents.idx   0 3 5                   int64, where each document begins and the last one ends
     meta.json       {"train_documents": 1, "train_tokens": 3, "train_bytes": 2, "documents": 2, ...}
                     counts, the tokenizer's name and fingerprint, sha256 of the files
+    tokenizer.tiktoken  a copy of the tokenizer's ranks, if it is a file
 
 Held-out documents come last. Training reads only the tokens before them, so it never sees one.
 prepare.py reads text, and makes a store from it with `StoreWriter`.
@@ -28,7 +29,7 @@ from typing import BinaryIO
 import numpy as np
 from tiktoken import Encoding
 
-from support.tokenizer import byte_lengths, fingerprint
+from support.tokenizer import byte_lengths, copy_ranks, fingerprint, tokenizer_in
 
 FORMAT = 1  # of the folder; stores in another format are refused
 
@@ -88,6 +89,7 @@ class StoreWriter:
         meta["tokenizer_fingerprint"] = fingerprint(self.encoding)
         meta |= {"vocab_size": self.encoding.n_vocab, "end_of_text": self.encoding.eot_token}
         (self.folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+        copy_ranks(self.encoding.name, self.folder)
         return meta
 
 
@@ -157,10 +159,7 @@ class Store:
     def open(cls, path: str | Path) -> "Store":
         """Memory-map the files of a store, after checking that their lengths match meta.json."""
         path = Path(path)
-        try:
-            meta = json.loads((path / "meta.json").read_text())
-        except (FileNotFoundError, NotADirectoryError):
-            raise ValueError(f"{path}: not a token store: make one with prepare.py") from None
+        meta = read_meta(path)
         if meta["format"] != FORMAT:
             raise ValueError(f"{path}: has format {meta['format']}: prepare the store again")
 
@@ -174,7 +173,10 @@ class Store:
         tokens = mapped("tokens.bin", meta["tokens"], meta["dtype"])
         offsets = mapped("documents.idx", meta["documents"] + 1, "int64")
         ends = np.array([0, meta["train_documents"], meta["documents"]])
-        if offsets[ends].tolist() != [0, meta["train_tokens"], meta["tokens"]]:
+        if (
+            offsets[ends].tolist() != [0, meta["train_tokens"], meta["tokens"]]
+            or sha256_of(path / "documents.idx") != meta["sha256"]["documents.idx"]
+        ):
             raise ValueError(f"{path}: documents.idx does not match meta.json: prepare it again")
         return cls(path, meta, tokens, offsets)
 
@@ -193,6 +195,26 @@ class Store:
         """Refuse a store that holds a token outside its vocabulary."""
         if highest >= self.meta["vocab_size"]:
             raise ValueError(f"{self.path}: token {highest} is not in the vocabulary")
+
+
+META = {"format": int, "dtype": str, "sha256": dict, "tokenizer": str, "tokenizer_fingerprint": str}
+COUNTS = ("documents", "tokens", "bytes", "train_documents", "train_tokens", "train_bytes")
+META |= dict.fromkeys((*COUNTS, "vocab_size", "end_of_text"), int)
+
+
+def read_meta(path: Path) -> dict:
+    """Read meta.json; the tokenizer is the copy in the store, if there is one."""
+    file = path / "meta.json"
+    try:
+        meta = json.loads(file.read_text())
+        wrong = [name for name, kind in META.items() if not isinstance(meta.get(name), kind)]
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"{path}: not a token store: make one with prepare.py") from None
+    except (AttributeError, ValueError):
+        wrong = ["no object"]
+    if wrong:
+        raise ValueError(f"{file} is damaged ({wrong[0]}): prepare the store again")
+    return meta | {"tokenizer": tokenizer_in(path, meta["tokenizer"])}
 
 
 def user_cache() -> Path:

@@ -17,6 +17,7 @@ import base64
 import hashlib
 import heapq
 import json
+import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from itertools import pairwise
@@ -106,6 +107,17 @@ def byte_lengths(encoding: tiktoken.Encoding) -> np.ndarray:
 
 
 # ---- ranks
+
+
+def copy_ranks(name: str, folder: Path) -> None:
+    """Copy the ranks of a tokenizer that is a file: who has the folder can use it anywhere."""
+    if (file := Path(name)).is_absolute():
+        shutil.copyfile(file, folder / f"tokenizer{file.suffix}")
+
+
+def tokenizer_in(folder: Path, name: str) -> str:
+    """Return the tokenizer that `copy_ranks` has put into a folder; without one, `name`."""
+    return next((str(copy.absolute()) for copy in folder.glob("tokenizer.*")), name)
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:

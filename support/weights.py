@@ -27,7 +27,7 @@ from support.process import Parser, exit_cleanly
 from support.run import ModelSize
 from support.settings import SIZES, Flat, Settings, as_flags, flattened, usual_lr, with_defaults
 from support.store import atomic_folder
-from support.tokenizer import fingerprint, get_encoding, vocab_size
+from support.tokenizer import fingerprint, get_encoding, tokenizer_in, vocab_size
 
 # ---- --init
 
@@ -146,6 +146,7 @@ def source_of(init: str | Path | None) -> CheckpointInfo | None:
     if settings["model.pos"] == "learned" and not size.positions:
         size = size._replace(positions=SIZES[settings["model.size"]].seq_len)
     settings["model.layers"] = len(running_layers(state))
+    settings["data.tokenizer"] = tokenizer_in(path.parent, settings["data.tokenizer"])
     return CheckpointInfo(path, settings, size, tokenizer=state["tokenizer_fingerprint"])
 
 

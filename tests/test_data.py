@@ -1,5 +1,6 @@
 """From documents to batches: the example in the heads of data.py and plan.py, samples, and rows."""
 
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -82,7 +83,15 @@ def test_samples_of_a_large_store_come_from_a_table_on_disk(store_dir, tmp_path,
             assert spans_of(Samples(large, kind, seq_len, "val")) == expected
             patch.setattr(data, "atomic_write", None)  # a call would fail
             assert spans_of(Samples(large, kind, seq_len, "val")) == expected, "read from disk"
-    assert len([*large.path.glob("*.spans")]) == 2
+    first, _ = large.path.glob("*.spans")
+    whole = first.read_bytes()
+    for size in (0, 7, len(whole) - 16):
+        os.truncate(first, size)
+        with monkeypatch.context() as patch:
+            patch.setattr(data, "IN_MEMORY", 0)
+            for kind, seq_len in (("pieces", 30), ("bert", 32)):
+                assert len(spans_of(Samples(large, kind, seq_len, "val"))) > 10
+        assert first.read_bytes() == whole, "a table that was cut is made again"
 
 
 # ---- rows

@@ -1,10 +1,15 @@
 """Generating text: which tokens are drawn, and how they are printed."""
 
+from pathlib import Path
+
 import pytest
 import torch
-from conftest import refusal, widen
+from conftest import SMALL, TINY, refusal, widen
 
+import evaluate
+import prepare
 import sample
+import train
 from model import Transformer, TransformerConfig
 from offload import Level, Offload, Placement, parts_of
 from support.tokenizer import get_encoding
@@ -85,6 +90,23 @@ def test_the_command_prints_the_drawn_tokens(run_of, capsys):
     first, second = capsys.readouterr().out.split("-" * 40 + "\n")
     assert first == expected + "\n" and second.startswith("é") and second != first
     sample.main([run, "--tokens", "3", "--checkpoint", "best", "--dtype", "bf16"])
+
+
+def test_a_store_and_a_run_hold_copies_of_their_tokenizer(tmp_path, monkeypatch, capsys):
+    """So both can be used when they, or the file that they were made with, are somewhere else."""
+    monkeypatch.chdir(tmp_path)
+    prepare.write_ranks(Path("own.tiktoken"), {bytes([255 - rank]): rank for rank in range(256)})
+    prepare.main([str(TINY), "--tokenizer", "own.tiktoken", "--out", "store"])
+    Path("own.tiktoken").unlink()
+    flags = f"{SMALL.replace('--tokenizer bytes', '')} --tokens 256 --layers 1"
+    assert train.main(f"{flags} --data store --out run".split()) == 0
+    Path("store").rename("moved")
+    Path("run").rename("kept")
+    sample.main(["kept", "--prompt", "Call me", "--tokens", "1"])
+    assert "\nCall me" in capsys.readouterr().out
+    evaluate.main(["kept", "--data", "moved", "--tokens", "99"])
+    assert train.main("--resume --out kept --data moved".split()) == 0
+    assert train.main(f"{flags} --init kept --data moved --out next --dry-run".split()) == 0
 
 
 def test_what_cannot_be_sampled_is_refused(run_of):

@@ -186,6 +186,10 @@ def test_a_damaged_store_is_refused(tmp_path):
         ("meta.json", b'"format": 1', b'"format": 2', "has format 2: prepare the store again"),
         ("meta.json", b'"train_tokens": ', b'"train_tokens": 1', "documents.idx does not match"),
         ("tokens.bin", bytes([END]), b"", "tokens.bin: must have 16 bytes: prepare"),
+        ("meta.json", b'"end_of_text"', b'"end"', "meta.json is damaged (end_of_text): prepare"),
+        ("meta.json", b'"documents": 3', b'"documents": "3"', "is damaged (documents): prepare"),
+        ("meta.json", b"{", b"[", "meta.json is damaged (no object): prepare the store again"),
+        ("documents.idx", b"\3", b"\2", "documents.idx does not match meta.json: prepare"),
         ("documents.idx", b"\3", b"", "documents.idx: must have 32 bytes: prepare"),
     ):
         whole = (opened.path / name).read_bytes()
