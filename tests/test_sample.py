@@ -105,7 +105,7 @@ def test_a_store_and_a_run_hold_copies_of_their_tokenizer(tmp_path, monkeypatch,
     sample.main(["kept", "--prompt", "Call me", "--tokens", "1"])
     assert "\nCall me" in capsys.readouterr().out
     evaluate.main(["kept", "--data", "moved", "--tokens", "99"])
-    assert train.main("--resume --out kept --data moved".split()) == 0
+    assert train.main(["--resume", "--out", "kept", "--data", "moved"]) == 0
     assert train.main(f"{flags} --init kept --data moved --out next --dry-run".split()) == 0
 
 
