@@ -10,25 +10,27 @@ the 256 tokens of each row.
     1  log     {"event": "train", "step": 7, "consumed_tokens": 19712, "kept_tokens": 16, ...}
                a line of log.jsonl, written by `Run.log_step` from `Plan.columns` and `Done`
     2  column  steps["consumed_tokens"][6] == 19712.0, steps["kept_tokens"][6] == 16.0
-               read_run: an array for each field in COLUMNS and CHARTS, and for each difficulty
+               read_run: an array for each field in COLUMNS and CHARTS
     3  curve   the point (19712, 16), in the colour of its recipe   curves_of
     4  chart   "Kept tokens of a row", against consumed tokens      charts_of, figure, plot
 
 A key of CHARTS is the field that its chart shows; to plot a field of your own, add a line there. A
 field that never changes gets no chart.
 
-Runs whose settings differ only in the seed are one recipe: one row of numbers, with their mean and
-spread, and one colour. Only logs are read: no model, data or checkpoint. report.html holds the
-frame of the page and its colours, for light and dark.
+Runs whose settings differ only in the seed are one recipe: a column of numbers, with their mean and
+spread, and one colour. The first recipe is the one that others are compared with. Only logs are
+read: no model, data or checkpoint. report.html holds the frame of the page and its colours, for
+light and dark.
 
-In reading order: logs, the page, its tables, its charts, one chart as SVG, the command.
+In reading order: logs, the page, its result in words, its tables, its charts, one chart as SVG, the
+command.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from html import escape
-from itertools import pairwise
 from pathlib import Path
 from string import Template
 from typing import NamedTuple
@@ -39,7 +41,7 @@ import config
 from support.numbers import PREFIXES, duration, real_number, several, short
 from support.process import Parser, exit_cleanly
 from support.run import read_log
-from support.settings import flattened, settings_of
+from support.settings import Flat, Settings, as_given, flattened, settings_of
 from support.store import atomic_write
 
 FRAME = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
@@ -49,24 +51,23 @@ UNITS = {
     "consumed_tokens": "consumed tokens",
     "real_tokens": "raw tokens",
     "flops": "FLOPs",
-    "seconds": "minutes",
+    "minutes": "minutes",
 }
 # {column: (title, unit, factor)}
 CHARTS = {
-    "grad_norm": ("Gradient norm", "", 1),
+    "loss": ("Training loss", "nats, smoothed", 1),
+    "grad_norm": ("Gradient norm", "smoothed", 1),
     "lr": ("Learning rate", "", 1),
     "max_piece_len": ("Longest piece", "tokens", 1),
     "pool": ("Samples that may be drawn", "", 1),
     "kept_tokens": ("Kept tokens", "of a row", 1),
-    "dropped_share": ("Dropped", "% of layer-tokens", 100),
-    "padding_share": ("Padding", "% of positions", 100),
-    "ms": ("Step time", "ms", 1),
-    "tokens_per_s": ("Raw tokens per second", "", 1),
-    "mfu": ("MFU", "% of the peak", 100),
+    "padding_share": ("Padding", "% of positions, smoothed", 100),
+    "ms": ("Step time", "ms, smoothed", 1),
+    "tokens_per_s": ("Raw tokens per second", "smoothed", 1),
+    "mfu": ("MFU", "% of the peak, smoothed", 100),
 }
 MEASURED = ("loss", "grad_norm", "padding_share", "ms", "tokens_per_s", "mfu")  # noisy: smoothed
-CUMULATIVE = ("consumed_tokens", "real_tokens", "layer_tokens", "positions", "flops")
-COLUMNS = ("step", "loss", "epochs", *CUMULATIVE)
+COLUMNS = (*UNITS, "step", "epochs", "layer_tokens", "positions")
 AXIS = "consumed_tokens"  # horizontal axis of charts
 BITS = "bits per byte"
 # settings in which runs of one recipe may differ
@@ -80,9 +81,9 @@ MAY_DIFFER = {f"run.{name}" for name in OF_A_RUN}
 class RunLog(NamedTuple):
     folder: Path
     lines: dict[str, list[dict]]  # by event: run, eval, stage, sample, ...; "torn": damaged lines
-    settings: dict[str, object]  # at the last start or resume
+    settings: Flat  # at the last start or resume
     final: list[dict]  # the evaluation at the end, on --final-eval-tokens; [] before it
-    on_the_way: list[dict]  # the others, all on the same text; if there is none, the final one
+    held_out: list[dict]  # all evaluations on the text of the first one: they make a curve
     steps: dict[str, np.ndarray]  # columns of the "train" lines: (n,) float64, NaN if not logged
 
     def at(self, column: str, step: float = math.inf) -> float:
@@ -90,15 +91,15 @@ class RunLog(NamedTuple):
         done = int(np.searchsorted(self.steps["step"], step, side="right"))
         return float(self.steps[column][done - 1]) if done else 0.0
 
-    def text_of(self, line: dict) -> str:
-        """Describe the text of an evaluation.
+    def curve(self, unit: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return what was spent, in one of UNITS, until each evaluation, and its bits per byte."""
+        spent = np.array([self.at(unit, line["step"]) for line in self.held_out])
+        return spent, np.array([line["val_bpb"] for line in self.held_out])
 
-        Example: on 32,768 tokens of the held-out text of the embedded corpus
-        """
+    def text_of(self, line: dict) -> str:
+        """Describe an evaluation. Example: on 32,768 held-out tokens"""
         masked = "masked " if self.settings["model.model"] == "bert" else ""
-        stores = (self.settings["data.data"] or "the embedded corpus").split(",")
-        names = ", ".join(Path(store).name for store in stores)
-        return f"on {line['targets']:,} {masked}tokens of the held-out text of {names}"
+        return f"on {line['targets']:,} {masked}held-out tokens"
 
 
 def read_run(folder: Path) -> RunLog:
@@ -109,31 +110,62 @@ def read_run(folder: Path) -> RunLog:
     if not lines["run"]:
         raise ValueError(f"{folder} holds no log.jsonl: name the folder of a run that has started")
     trains = lines.pop("train", [])
-    difficulties = {name for line in trains for name in line if name.startswith("difficulty_")}
-    names = (*COLUMNS, *CHARTS, *sorted(difficulties))
-    steps = {n: np.array([line.get(n) for line in trains], dtype=float) for n in names}
-    steps["seconds"] = np.nancumsum(steps["ms"]) / 1e3
+    fields = (*COLUMNS, *CHARTS)
+    steps = {n: np.array([line.get(n) for line in trains], dtype=float) for n in fields}
+    steps["minutes"] = np.nancumsum(steps["ms"]) / 6e4
     settings = lines["run"][-1]["config"]
-    computed, positions = (np.diff(steps[n], prepend=0.0) for n in ("layer_tokens", "positions"))
-    steps["dropped_share"] = (1 - computed / positions / settings["model.layers"]).round(4)
+    for line in lines["eval"]:
+        weights = settings["data.data"] if "by_store" in line else None  # of a mixture's stores
+        line["text"] = (settings["model.model"], line.get("bytes", line["targets"]), weights)
     final = [line for line in lines["eval"] if line["last"]][-1:]
-    on_the_way = [line for line in lines["eval"] if not line["last"]] or lines["eval"]
-    return RunLog(folder, lines, settings, final, on_the_way, steps)
+    held_out = [line for line in lines["eval"] if line["text"] == lines["eval"][0]["text"]]
+    return RunLog(folder, lines, settings, final, held_out, steps)
+
+
+def are_on_one_text(evaluations: Sequence[list[dict]]) -> bool:
+    """Whether each run has evaluations, all on one text: bits per byte of others do not compare.
+
+    A text is known by its bytes, whatever the tokenizer; a BERT predicts other tokens than a GPT.
+    """
+    return all(evaluations) and len({line["text"] for lines in evaluations for line in lines}) == 1
 
 
 Recipes = dict[str, list[RunLog]]  # {name: runs that differ only in the seed}
 
 
-def recipes_of(logs: Sequence[RunLog]) -> Recipes:
-    """Group runs whose settings differ only in the seed, in the order of their first runs."""
+def recipes_of(logs: Sequence[RunLog]) -> tuple[Recipes, str]:
+    """Group runs whose settings differ only in the seed, in the order of their first runs.
+
+    Returns: recipes, named by the flags that differ; the flags that all have
+    """
     groups = defaultdict(list)
     for log in logs:
-        recipe = sorted((n, str(value)) for n, value in log.settings.items() if n not in MAY_DIFFER)
-        groups[str(recipe)].append(log)
-    return {
-        f"{runs[0].folder}" + (f" and {len(runs) - 1} more" if runs[1:] else ""): runs
-        for runs in groups.values()
-    }
+        groups[flags_of(log.settings)].append(log)
+    shared = [flag for flag in next(iter(groups)) if all(flag in flags for flags in groups)]
+    of_no_technique = {setting.flag for setting in settings_of(Settings).values()}
+    base = "plain" if {flag.split()[0] for flag in shared} <= of_no_technique else "baseline"
+    recipes = {}
+    for flags, runs in groups.items():
+        name = " ".join(flag for flag in flags if flag not in shared) or base
+        label = f"{name}, {several(len({log.settings['run.seed'] for log in runs}), 'seed')}"
+        recipes[label] = sorted(runs, key=lambda log: log.settings["run.seed"])
+    return recipes, " ".join(shared)
+
+
+def flags_of(settings: Flat) -> tuple[str, ...]:
+    """Return the fewest flags from which all settings follow.
+
+    Example: those of a run with --ltd -> ("--ltd",), without "--ltd-start 128"
+    """
+    saved = {name: value for name, value in settings.items() if name not in MAY_DIFFER}
+    needed = saved
+    for name in saved:
+        fewer = {n: value for n, value in needed.items() if n != name}
+        with suppress(ValueError):  # such as --ltd-start without --ltd
+            if saved.items() <= flattened(config.build(fewer, will_run=False)).items():
+                needed = fewer
+    flags = {name: setting.flag for name, setting in settings_of(config.Config).items()}
+    return tuple(as_given(flags.get(name) or name, value) for name, value in needed.items())
 
 
 # ---- the page
@@ -150,31 +182,29 @@ def write_page(*folders: Path, out: Path | None = None, loss: float | None = Non
 
 def page(logs: list[RunLog], loss: float | None = None) -> str:
     """Make the HTML page; `loss` is the one to which the costs of several runs are compared."""
-    recipes = recipes_of(logs)
-    settings = {name: runs[0].settings for name, runs in recipes.items()}
-    is_one, first = len(logs) == 1, next(iter(recipes.values()))
-    events = events_of(logs[0]) if is_one else []
-    if is_one:
-        settings["default"] = flattened(config.build({}))
-    elif loss is None and all(log.on_the_way for log in first):
-        loss = max(log.on_the_way[-1]["val_bpb"] for log in first)  # all its seeds reach it
-    costs = {name: costs_of(runs, first, loss) for name, runs in recipes.items() if loss}
-    charts = charts_of(recipes, loss, [logs[0].at(AXIS, step) for step, _ in events])
+    recipes, flags = recipes_of(logs)
+    title, about = several(len(logs), "run"), f"{' against '.join(recipes)}; all with {flags}"
+    events = []
+    if len(logs) == 1:
+        title, about, events = logs[0].folder.resolve().name, flags, events_of(logs[0])
+        recipes = {title: logs}
+    charts = charts_of(recipes, [logs[0].at(AXIS, step) for step, _ in events])
     happened = [f"({n}) after step {step:,} {what}" for n, (step, what) in enumerate(events, 1)]
     samples = [line["text"] for log in logs for line in log.lines["sample"][-1:]]
-    argv = [f"{s['argv']}  # commit {s['commit']}" for log in logs for s in log.lines["run"]]
+    starts = [(log.folder, start) for log in logs for start in log.lines["run"]]
+    commands = [f"{folder}: {s['argv']}  # commit {s['commit']}" for folder, s in starts]
+    results = table({name: results_of(runs) for name, runs in recipes.items()})
     sections = {
-        "Result": table({name: results_of(runs) for name, runs in recipes.items()}, turned=is_one),
-        f"Cost to reach {loss or 0:.3f} bits per byte": table(costs),
+        "Result": "".join(f"<p>{escape(text)}</p>" for text in differences(recipes)) + results,
+        "Cost to reach a loss": cost_table(recipes, logs, loss),
         "Charts": f'<div class="charts">{"".join(charts)}</div>',
         "Events": escape("; ".join(happened)),
-        "Settings that differ": table(differing(settings), turned=True),
         "Samples": "".join(f"<pre>{escape(text)}</pre>" for text in samples),
-        "Commands": f"<pre>{escape(chr(10).join(argv))}</pre>",
+        "Commands": f"<pre>{escape(chr(10).join(commands))}</pre>",
     }
     parts = [f"<section><h2>{name}</h2>{part}</section>" for name, part in sections.items() if part]
-    title = escape(logs[0].folder.resolve().name if is_one else several(len(logs), "run"))
-    return Template(FRAME).substitute(title=title, body="\n".join(parts))
+    text = {"title": escape(title), "about": escape(about), "body": "\n".join(parts)}
+    return Template(FRAME).substitute(text)
 
 
 def events_of(log: RunLog) -> list[tuple[int, str]]:
@@ -186,23 +216,57 @@ def events_of(log: RunLog) -> list[tuple[int, str]]:
     return sorted(events)
 
 
+# ---- the result in words
+
+
+def differences(recipes: Recipes) -> list[str]:
+    """Say for each further recipe how its held-out loss differs from the first one's.
+
+    Example: Bits per byte of --ltd, 2 seeds, minus those of plain, 2 seeds: -0.035 (-0.040 to
+    -0.030) at the end, +0.010 (+0.008 to +0.012) at equal FLOPs (18.2 B) (paired by seed; below 0
+    is better).
+    """
+    (name, first), *others = recipes.items()
+    about = "Bits per byte of {}, minus those of {}: {}."
+    return [about.format(other, name, difference(runs, first)) for other, runs in others]
+
+
+def difference(logs: list[RunLog], first: list[RunLog]) -> str:
+    losses, base = (losses_of(runs, [*logs, *first]) for runs in (logs, first))
+    if not losses:
+        return "not comparable, because they were not evaluated on the same tokens of the same text"
+    seeds, base_seeds = ([log.settings["run.seed"] for log in runs] for runs in (logs, first))
+    how = "paired by seed" if seeds == base_seeds else "from the mean, because the seeds differ"
+    changes = []
+    for where in losses:
+        other = base[where] if seeds == base_seeds else np.mean(base[where])
+        changes.append(f"{with_seeds(np.subtract(losses[where], other), '+.3f')} {where}")
+    return f"{', '.join(changes)} ({how}; below 0 is better)"
+
+
+def losses_of(logs: list[RunLog], both: list[RunLog]) -> dict[str, list[float]]:
+    """Return the held-out losses of runs at the end, and where all of `both` had spent the same."""
+    losses = {}
+    if are_on_one_text([log.final for log in both]):
+        losses["at the end"] = [log.final[0]["val_bpb"] for log in logs]
+    if are_on_one_text([log.held_out for log in both]):
+        for unit in ("real_tokens", "flops", "minutes"):
+            spent = min(log.curve(unit)[0][-1] for log in both)
+            if all(log.curve(unit)[0][0] <= spent for log in both):  # else a curve begins later
+                where = f"at equal {UNITS[unit]} ({in_unit(spent, unit)})"
+                losses[where] = [float(np.interp(spent, *log.curve(unit))) for log in logs]
+    return losses
+
+
 # ---- tables
 
 
-def table(rows: dict[str, dict[str, str]], turned: bool = False) -> str:
-    """Make an HTML table of {name: {column: cell in HTML}}; if turned, each row becomes a column.
-
-    Returns: "" if there is nothing in it
-    """
-    if not any(rows.values()):
-        return ""
-    lines = [["", *next(iter(rows.values()))]]
-    lines += [[escape(name), *row.values()] for name, row in rows.items()]
-    if turned:
-        lines = zip(*lines, strict=True)
-    body = "".join(f"<tr><td>{'</td><td>'.join(line)}</td></tr>" for line in lines)
-    css = "turned" if turned else "recipes"
-    return f'<div class="wide" tabindex="0"><table class="{css}">{body}</table></div>'
+def table(columns: dict[str, dict[str, str]]) -> str:
+    """Make an HTML table of {name of a column: {name of a row: cell in HTML}}."""
+    lines = [["", *next(iter(columns.values()))]]
+    lines += [[escape(name), *column.values()] for name, column in columns.items()]
+    rows = [f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in zip(*lines, strict=True)]
+    return f'<div class="wide" tabindex="0"><table>{"".join(rows)}</table></div>'
 
 
 def cell(value: str, detail: str) -> str:
@@ -212,84 +276,94 @@ def cell(value: str, detail: str) -> str:
 def results_of(logs: list[RunLog]) -> dict[str, str]:
     """Return the main results of a recipe: means over its runs."""
     settings, ended = logs[0].settings, [log for log in logs if log.final]
-    evals = [(log, line) for log in ended or logs for line in (log.final or log.on_the_way)[-1:]]
+    evals = [(log, line) for log in ended or logs for line in (log.final or log.held_out)[-1:]]
     texts = {log.text_of(line) for log, line in evals}
     text = "on different texts" if len(texts) > 1 else "".join(texts)
-    loss = with_seeds([line["val_bpb"] for _, line in evals], 3)
+    loss = with_seeds([line["val_bpb"] for _, line in evals], ".3f")
     mean = {name: np.mean([log.at(name) for log in logs]) for name in logs[0].steps}
-    positions, seconds = mean["positions"] or math.nan, mean["seconds"] or math.nan
+    positions, minutes = mean["positions"] or math.nan, mean["minutes"] or math.nan
     dropped = max(1 - mean["layer_tokens"] / (settings["model.layers"] * positions), 0.0)
     state = f"{min(mean[AXIS] / settings['optim.tokens'], 1):.0%} of its budget"
     state = "finished" if len(ended) == len(logs) else state
     torn = sum(len(log.lines["torn"]) for log in logs)
     damaged = f", without {several(torn, 'damaged line')} of the log" if torn else ""
-    at_the_end = "at the end " if ended else ""
-    rate = f"{short(mean['real_tokens'] / seconds)} raw tokens per second"
+    rate = f"{short(mean['real_tokens'] / (60 * minutes))} raw tokens per second"
+    speeds = [log.at(AXIS) / (log.at("minutes") or math.inf) for log in logs]
+    if max(speeds) > 1.25 * min(speeds):  # the machine was not equally fast
+        rate += f", slowest {min(speeds) / max(speeds):.0%} of fastest: do not compare its time"
     return {
-        "Held-out loss": cell(loss, f"{BITS} {at_the_end}{text}"),
+        "Held-out loss": cell(loss, f"{BITS} {'at the end ' if ended else ''}{text}"),
         "Dropped": cell(f"{dropped:.1%}", "of layer-tokens"),
         "Padding": cell(f"{1 - mean['real_tokens'] / positions:.1%}", "of positions"),
         "Progress": cell(state, f"step {mean['step']:,.0f}{damaged}"),
         "Consumed tokens": cell(short(mean[AXIS]), f"of {short(settings['optim.tokens'])}"),
         "Raw tokens": cell(short(mean["real_tokens"]), f"{mean['epochs']:.3g} epochs"),
         "FLOPs": cell(short(mean["flops"], "FLOP"), "of matrix products"),
-        "Time of all steps": cell(duration(mean["seconds"]), rate),
+        "Time of all steps": cell(duration(60 * mean["minutes"]), rate),
     }
+
+
+def cost_table(recipes: Recipes, logs: list[RunLog], loss: float | None) -> str:
+    """Compare what runs spent to reach a loss: the one of --loss, or where the first recipe ends.
+
+    Returns: "" for a single run without --loss, and for runs that cannot be compared
+    """
+    name, first = next(iter(recipes.items()))
+    source = "as asked with --loss"
+    if loss is None and len(logs) > 1 and all(log.held_out for log in first):
+        loss = max(log.held_out[-1]["val_bpb"] for log in first)
+        source = f"the highest last loss of {name}, {first[0].text_of(first[0].held_out[-1])}"
+    if loss is None or not are_on_one_text([log.held_out for log in logs if log.held_out]):
+        return ""
+    rows = {name: costs_of(runs, first, loss) for name, runs in recipes.items()}
+    return f"<p>To {loss:.3f} {BITS}, {escape(source)}:</p>{table(rows)}"
 
 
 def costs_of(logs: list[RunLog], first: list[RunLog], loss: float) -> dict[str, str]:
     """Return what a recipe's runs spent to reach a loss, relative to the first recipe's mean."""
-    costs, base = ([c for log in runs if (c := cost_to_reach(log, loss))] for runs in (logs, first))
-    was_below = any(log.on_the_way[0]["val_bpb"] < loss for log in logs if log.on_the_way)
-    cells = {"reached": f"{len(costs)} of {len(logs)}"}
+    was_below = any(log.held_out[0]["val_bpb"] < loss for log in logs if log.held_out)
+    cells = {}
     for unit, name in UNITS.items():
-        mean = np.mean([cost[unit] for cost in base]) if base else math.nan
-        ratio = with_seeds([cost[unit] / mean for cost in costs if base], 2)
-        words = duration if unit == "seconds" else short
-        spent = words(np.mean([cost[unit] for cost in costs])) if costs else "not reached"
+        costs, base = (costs_to_reach(loss, runs, unit) for runs in (logs, first))
+        ratio = with_seeds([cost / np.mean(base) for cost in costs if base], ".2f")
+        spent = in_unit(np.mean(costs), unit) if costs else "not reached"
+        cells["reached"] = f"{len(costs)} of {len(logs)}"
         cells[name] = cell(f"≤ {ratio}" if was_below else ratio, spent)
     return cells
 
 
-def cost_to_reach(log: RunLog, loss: float) -> dict[str, float] | None:
-    """Work out what a run spent, in each of UNITS, until its held-out loss fell to `loss`.
+def costs_to_reach(loss: float, logs: list[RunLog], unit: str) -> list[float]:
+    """Return what each run that reached a held-out loss had spent when it first did.
 
-    Returns: None if it never did; the cost up to its first evaluation if that was already below
+    It is at most what is returned if the run's first evaluation was already below.
     Example: from 3.0 after 100 tokens to 2.0 after 200, it reaches 2.5 after 150
     """
-    lines = log.on_the_way
-    for before, now in pairwise(lines[:1] + lines):
-        if now["val_bpb"] <= loss:
-            losses = -before["val_bpb"], -now["val_bpb"]  # np.interp needs rising values
-            spent = {u: (log.at(u, before["step"]), log.at(u, now["step"])) for u in UNITS}
-            return {u: float(np.interp(-loss, losses, ends)) for u, ends in spent.items()}
-    return None
+    costs = []
+    for log in logs:
+        spent, losses = log.curve(unit)
+        lowest, earliest = np.unique(np.minimum.accumulate(losses), return_index=True)
+        if len(lowest) and lowest[0] <= loss:
+            costs.append(float(np.interp(loss, lowest, spent[earliest])))
+    return costs
 
 
-def with_seeds(values: list[float], digits: int) -> str:
-    """Show mean, minimum and maximum over seeds: [1.0, 1.2] -> "1.10 (1.00 to 1.20)" """
-    if not values:
+def in_unit(amount: float, unit: str) -> str:
+    return duration(60 * amount) if unit == "minutes" else short(amount)
+
+
+def with_seeds(values: Sequence[float], form: str) -> str:
+    """Show mean, minimum and maximum over seeds: [1.0, 1.2], ".2f" -> "1.10 (1.00 to 1.20)" """
+    if len(values) == 0:
         return "–"
-    ends = f" ({min(values):.{digits}f} to {max(values):.{digits}f})" if len(values) > 1 else ""
-    return f"{np.mean(values):.{digits}f}{ends}"
-
-
-def differing(settings: dict[str, dict]) -> dict[str, dict[str, str]]:
-    """Return for each recipe {flag: value} of the settings that differ between recipes."""
-    flags = {name: setting.flag or name for name, setting in settings_of(config.Config).items()}
-    names = dict.fromkeys(name for one in settings.values() for name in one)
-    differ = [n for n in names if len({str(one.get(n)) for one in settings.values()}) > 1]
-    return {
-        name: {flags.get(n, n): escape(str(one.get(n))) for n in differ}
-        for name, one in settings.items()
-    }
+    ends = f" ({min(values):{form}} to {max(values):{form}})" if len(values) > 1 else ""
+    return f"{np.mean(values):{form}}{ends}"
 
 
 # ---- charts
 
 LEFT, RIGHT, TOP, BOTTOM = 48, 12, 18, 38  # margins around the plot
 COLORS = 6  # in report.html; further curves are dashed
-POINTS = 400  # most points of a drawn curve, about one for each pixel column of a phone
+POINTS = 400  # most points of a curve, about one for each pixel column of a phone
 PARTS = 50  # most points of a smoothed curve, each the median of five steps or more
 
 
@@ -305,46 +379,31 @@ class Curve(NamedTuple):
         return f"{self.kind} c{self.color % COLORS} dashed{self.color // COLORS % 3}"
 
 
-def charts_of(recipes: Recipes, loss: float | None, marks: list[float]) -> list[str]:
-    """Draw held-out and training loss, the columns of CHARTS, and difficulties.
+def charts_of(recipes: Recipes, marks: list[float]) -> list[str]:
+    """Draw held-out and training loss, and the columns of CHARTS.
 
     Columns that never change are left out.
     """
     runs = [(log, name, n) for n, (name, logs) in enumerate(recipes.items()) for log in logs]
-    logs = [log for log, *_ in runs]
-    drawn = []
-    for unit, x_unit in UNITS.items() if len(runs) > 1 else [(AXIS, UNITS[AXIS])]:
-        curves = held_out_curves(runs, unit)
-        if loss is not None:
-            ends = np.array([0.0, max(curve.x.max(initial=0) for curve in curves)])
-            curves.append(Curve(f"{loss:.3f}", ends, np.full(2, loss), kind="level"))
-        about = f"{BITS}, lower is better; single dot: final evaluation, on more text"
-        drawn.append(figure("Held-out loss", about, curves, x_unit, marks=marks))
-    shown = {"loss": ("Training loss", *unit_of_loss(logs))} | CHARTS
-    for name in logs[0].steps:
-        if name.startswith("difficulty_") and all(name in log.steps for log in logs):
-            shown[name] = (name.replace("_", " ").capitalize(), "at most", 1)
-    for column, (title, unit, scale) in shown.items():
+    logs, panels = [log for log, *_ in runs], {}
+    if are_on_one_text([log.held_out for log in logs if log.held_out]):
+        for unit in UNITS if len(runs) > 1 else [AXIS]:
+            curves = [Curve(name, *log.curve(unit), color, "dots") for log, name, color in runs]
+            panels[UNITS[unit]] = curves
+    drawn = [figure("Held-out loss", f"{BITS}, lower is better", panels, marks=marks)]
+    for column, (title, unit, scale) in CHARTS.items():
         values = np.concatenate([scale * log.steps[column] for log in logs])
         values = values[np.isfinite(values)]
         if not len(values) or values.min() == values.max():
             continue
         curves = curves_of(runs, column, scale)
-        if column == "loss" and unit == BITS and len(runs) == 1:
-            curves += held_out_curves([(logs[0], "held out", 1)], AXIS)
+        if column == "loss" and len(runs) == 1 and not logs[0].settings["model.nsp"]:
+            nats = np.array([line["val_loss"] for line in logs[0].held_out])
+            curves.append(Curve("held out", logs[0].curve(AXIS)[0], nats, 1, "dots"))
         highest = np.quantile(values, 0.98) if column in MEASURED else math.inf  # cut off peaks
         options = {"marks": marks, "from_zero": column != "loss", "highest": highest}
-        drawn.append(figure(title, unit, curves, UNITS[AXIS], **options))
+        drawn.append(figure(title, unit, {UNITS[AXIS]: curves}, **options))
     return drawn
-
-
-def unit_of_loss(logs: list[RunLog]) -> tuple[str, float]:
-    """Choose the unit of the training loss, and the factor that converts nats to it."""
-    is_gpt = all(log.settings["model.model"] == "gpt" for log in logs)  # a BERT has other targets
-    bytes_per_token = {log.lines["run"][-1].get("bytes_per_token") for log in logs}
-    if is_gpt and len(bytes_per_token) == 1 and None not in bytes_per_token:
-        return BITS, 1 / (math.log(2) * bytes_per_token.pop())
-    return "nats", 1
 
 
 def curves_of(runs: list[tuple[RunLog, str, int]], column: str, scale: float) -> list[Curve]:
@@ -356,40 +415,25 @@ def curves_of(runs: list[tuple[RunLog, str, int]], column: str, scale: float) ->
     for log, label, color in runs:
         y = scale * log.steps[column]
         x, y = log.steps[AXIS][np.isfinite(y)], y[np.isfinite(y)]
-        if column in MEASURED and len(x) >= PARTS // 2:
-            parts = min(PARTS, len(x) // 5)
-            if len(runs) == 1:
-                curves.append(Curve("each step", *thinned(x, y), kind="faint"))
-                label = f"median of {len(x) // parts} steps"
-            x, y = medians(x, y, parts)
-        curves.append(Curve(label, *thinned(x, y), color))
+        parts = min(PARTS, len(x) // 5) if column in MEASURED and len(x) >= PARTS // 2 else POINTS
+        curves.append(Curve(label, *medians(x, y, parts), color))
     return curves
 
 
-def held_out_curves(runs: list[tuple[RunLog, str, int]], unit: str) -> list[Curve]:
-    """Plot the held-out loss of every run against one of UNITS, with seconds shown as minutes.
+def figure(title: str, unit: str, panels: dict[str, list[Curve]], **options: object) -> str:
+    """Put charts, by the unit of their x, under one title and legend; "" if they are empty.
 
-    The final evaluation usually covers more text, so it is a separate dot.
+    Args: options those of `plot`
     """
-    curves, scale = [], 1 / 60 if unit == "seconds" else 1
-    for log, label, color in runs:
-        for lines in (log.on_the_way, log.final):
-            x = np.array([scale * log.at(unit, line["step"]) for line in lines])
-            y = np.array([line["val_bpb"] for line in lines])
-            curves.append(Curve(label, x, y, color, "dots"))
-    return curves
-
-
-def figure(title: str, unit: str, curves: list[Curve], x_unit: str, **options: object) -> str:
-    """Put a chart under its title and legend; "" if it is empty. `options` are those of `plot`."""
-    curves = [curve for curve in curves if len(curve.x)]
-    if not curves:
+    panels = {x: [curve for curve in curves if len(curve.x)] for x, curves in panels.items()}
+    styles = {curve.label: curve.css for curves in panels.values() for curve in curves}
+    if not styles:
         return ""
-    styles = {curve.label: curve.css for curve in curves}
     keys = [f'<span><b class="{css}">━</b> {escape(name)}</span>' for name, css in styles.items()]
     legend = f"<div>{' '.join(keys)}</div>" if len(keys) > 1 else ""
-    drawn = plot(curves, x_unit, **options)
-    return f"<figure><figcaption><b>{title}</b> {unit}{legend}</figcaption>{drawn}</figure>"
+    drawn = "".join(plot(curves, x_unit, **options) for x_unit, curves in panels.items())
+    head = f"<figcaption><b>{title}</b> {unit}{legend}</figcaption>"
+    return f"<figure>{head}<div>{drawn}</div></figure>"
 
 
 # ---- one chart as SVG
@@ -440,14 +484,18 @@ def plot(
         x, _ = place(mark, 0)
         parts += [line("mark", x, bottom, x, TOP), text("x", x, TOP - 4, number)]
     for curve in curves:
-        points = list(zip(*place(curve.x, curve.y), strict=True))
-        ends = escape(f"{curve.label}: from {curve.y[0]:.4g} to {curve.y[-1]:.4g}")
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        parts += [f'<g class="{curve.css}"><title>{ends}</title>', f'<polyline points="{path}"/>']
-        if curve.kind == "dots" or len(points) == 1:  # one point makes no line
-            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in points]
-        parts.append("</g>")
+        parts.append(path_of(curve, list(zip(*place(curve.x, curve.y), strict=True))))
     return "\n".join([*parts, "</svg>"])
+
+
+def path_of(curve: Curve, points: list[tuple[float, float]]) -> str:
+    """Draw a curve through points in SVG units, with its first and last value as a tooltip."""
+    ends = escape(f"{curve.label}: from {curve.y[0]:.4g} to {curve.y[-1]:.4g}")
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    parts = [f'<g class="{curve.css}"><title>{ends}</title>', f'<polyline points="{path}"/>']
+    if curve.kind == "dots" or len(points) == 1:  # one point makes no line
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in points]
+    return "\n".join([*parts, "</g>"])
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[tuple[float, str]]:
@@ -464,18 +512,12 @@ def ticks(low: float, high: float, about: int = 5) -> list[tuple[float, str]]:
     return [(v, f"{v / 1000**prefix:.4g} {PREFIXES[prefix] if v else ''}".strip()) for v in values]
 
 
-def thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Keep at most POINTS points, evenly spaced, including the last."""
-    keep = np.unique(np.linspace(0, len(x) - 1, POINTS).astype(int)) if len(x) else []
-    return x[keep], y[keep]
-
-
 def medians(x: np.ndarray, y: np.ndarray, parts: int) -> tuple[np.ndarray, np.ndarray]:
     """Divide a curve into parts; return the x in the middle of each, and the median of its y.
 
     Example: x = [0, 1, 2, 3, 4, 5] and y = [3, 1, 2, 9, 8, 7] in 2 parts -> [1, 4] and [2, 8]
     """
-    stretches = np.array_split(np.arange(len(x)), parts)
+    stretches = [part for part in np.array_split(np.arange(len(x)), parts) if len(part)]
     middles = [stretch[len(stretch) // 2] for stretch in stretches]
     return x[middles], np.array([np.median(y[stretch]) for stretch in stretches])
 

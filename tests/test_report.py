@@ -1,7 +1,6 @@
 """Reports: numbers are right, pages are complete, and a damaged log is still readable."""
 
 import html as html_entities
-import math
 import re
 import shlex
 from pathlib import Path
@@ -20,8 +19,11 @@ from support.settings import flattened
 OUTSIDE = r"(?:src|href|action)\s*=|url\(|@import|https?:|//[a-z0-9-]+\.[a-z]|<script"
 
 
-def lines_of_a_run(flags="", losses=(3.0, 2.0), steps=4, ms=100.0, **start) -> list[dict]:
-    """Return a log with 100 consumed tokens a step, and the evaluations evenly spread."""
+def lines_of_a_run(flags="", losses=(3.0, 2.0), steps=4, ms=100.0, part=50, **start) -> list[dict]:
+    """Return a log with 100 consumed tokens a step, and the evaluations evenly spread.
+
+    Args: part targets of the evaluations on the way; the final one has 90
+    """
     settings = flattened(config.build(config.parse(shlex.split(f"--layers 3 {flags}"))))
     about = {"config": settings, "argv": f"train.py {flags}".strip(), "resumed_at": 0}
     lines = [{"event": "run", **about, "commit": "abc", "torch": "2", **start}]
@@ -33,11 +35,13 @@ def lines_of_a_run(flags="", losses=(3.0, 2.0), steps=4, ms=100.0, **start) -> l
         line |= {"max_piece_len": 256, "padding_share": 0.0, "ms": ms, "data_ms": 10.0}
         line |= {"flops": 1e9 * step, "tokens_per_s": 2000.0, "mfu": 0.25, "epochs": step / 10}
         lines.append(line)
-        part, rest = divmod(step, steps // len(losses))
+        number, rest = divmod(step, steps // len(losses))
         if not rest:
-            loss = losses[part - 1]
-            lines.append({"event": "eval", **at, "val_bpb": loss, "targets": 50, "last": False})
-    return [*lines, lines[-1] | {"val_bpb": losses[-1] + 0.01, "targets": 90, "last": True}]
+            loss = losses[number - 1]
+            result = {"val_bpb": loss, "val_loss": loss + 1, "targets": part, "bytes": 2 * part}
+            lines.append({"event": "eval", **at, **result, "last": False})
+    text = {"targets": 90, "bytes": 180}
+    return [*lines, lines[-1] | {"val_bpb": losses[-1] + 0.01, **text, "last": True}]
 
 
 def save_log(folder: Path, lines: list) -> Path:
@@ -68,13 +72,21 @@ def seen(text: str) -> str:
 
 def test_cost_to_reach_a_loss_is_interpolated_where_it_is_first_reached(make):
     log = read_run(make())
-    middle = {"consumed_tokens": 300.0, "real_tokens": 600.0, "flops": 3e9, "seconds": 0.3}
-    assert report.cost_to_reach(log, 2.5) == pytest.approx(middle), "3.0 after 2, 2.0 after 4"
-    assert report.cost_to_reach(log, 2.0)["consumed_tokens"] == 400
-    assert report.cost_to_reach(log, 1.99) is None
-    assert report.cost_to_reach(log, 3.5)["consumed_tokens"] == 200
-    twice = read_run(make("twice", losses=(3.0, 1.0, 3.0, 1.0)))
-    assert report.cost_to_reach(twice, 2.0)["consumed_tokens"] == 150
+    middle = {"consumed_tokens": 300.0, "real_tokens": 600.0, "flops": 3e9, "minutes": 0.3 / 60}
+    for unit, cost in middle.items():  # 3.0 after 2 steps, 2.0 after 4
+        assert report.costs_to_reach(2.5, [log], unit) == pytest.approx([cost])
+    twice = read_run(make("twice", losses=(3.0, 1.0, 2.0, 1.0)))
+    assert report.costs_to_reach(2.0, [log, twice], "consumed_tokens") == [400, 150]
+    assert report.costs_to_reach(1.0, [log, twice], "consumed_tokens") == [200]
+    assert report.costs_to_reach(3.5, [log], "consumed_tokens") == [200]
+
+
+def test_the_final_evaluation_ends_the_curve_if_it_is_on_the_same_text(make):
+    end = save_log(make("end"), [n for n in lines_of_a_run() if n.get("last", True)])
+    runs = {make("whole", part=90): [3.0, 2.0, 2.01], make("part"): [3.0, 2.0], end: [2.01]}
+    for folder, losses in runs.items():
+        assert read_run(folder).curve("real_tokens")[1].tolist() == losses
+        assert html_of(folder).count("<circle") == 2 * len(losses), "in two charts"
 
 
 def test_the_dropped_share_is_of_all_positions_including_padding(tmp_path):
@@ -85,18 +97,16 @@ def test_the_dropped_share_is_of_all_positions_including_padding(tmp_path):
             if "positions" in line:
                 line["positions"] *= 1 / (1 - padding)
         log = read_run(save_log(tmp_path, lines))
-        assert log.steps["dropped_share"].tolist() == [padding] * 4
         cells, share = report.results_of([log]), f"{padding:.1%}<"
         assert cells["Dropped"].startswith(share) and cells["Padding"].startswith(share)
 
 
-def test_medians_thinning_ticks_and_units_equal_known_answers():
+def test_medians_ticks_and_units_equal_known_answers():
     x, y = report.medians(np.arange(6), np.array([3.0, 1.0, 2.0, 9.0, 8.0, 7.0]), 2)
     assert x.tolist() == [1, 4] and y.tolist() == [2.0, 8.0]
-    x, y = report.thinned(np.arange(1001.0), np.arange(1001.0))
-    assert len(x) == report.POINTS and x[0] == 0 and x[-1] == 1000
+    assert [part.tolist() for part in report.medians(x, y, 9)] == [[1, 4], [2.0, 8.0]]
     assert [text for _, text in report.ticks(0, 61440)] == ["0", "20 K", "40 K", "60 K"]
-    assert report.with_seeds([1.0, 1.2], 2) == "1.10 (1.00 to 1.20)"
+    assert report.with_seeds([1.0, 1.2], ".2f") == "1.10 (1.00 to 1.20)"
     assert short(61440) == "61.4 K" and short(1.2e9, "FLOP") == "1.20 GFLOP"
     assert [duration(seconds) for seconds in (8.24, 754)] == ["8.2 s", "0:12:34"]
 
@@ -114,21 +124,66 @@ def test_points_are_drawn_at_the_right_coordinates():
 # ---- several runs
 
 
-def test_runs_that_differ_only_in_seed_or_files_are_one_recipe(make):
+def test_runs_that_differ_only_in_seed_or_files_are_one_recipe_named_by_its_flags(make):
     runs = {
-        "a": "--tokens 60K",
+        "a": "--tokens 60K --seed 3",
         "b": "--tokens 60000 --seed 2 --out elsewhere --keep=5",
         "c": "--tokens 60K --ltd",
-        "d": "--tokens 60K --ltd --ltd-start 32",
-        "e": "--tokens 60K --compile",
+        "d": "--tokens 60K --ltd --ltd-start 32 --compile off --tied --lr 0.01",
     }
-    recipes = report.recipes_of([read_run(make(name, flags=f)) for name, f in runs.items()])
-    assert [Path(name).name for name in recipes] == ["a and 1 more", *"cde"]
-    assert [log.folder.name for logs in recipes.values() for log in logs] == [*"abcde"]
-    settings = {name: logs[0].settings for name, logs in [*recipes.items()][:3]}
-    plain, dropping, later = report.differing(settings).values()
-    assert (plain["--ltd"], dropping["--ltd"]) == ("False", "True")
-    assert (dropping["--ltd-start"], later["--ltd-start"]) == ("128", "32")
+    logs = [read_run(make(name, flags=flags)) for name, flags in runs.items()]
+    recipes, shared = report.recipes_of(logs)
+    assert shared == "--layers 3 --tokens 60000"
+    later = "--compile off --tied --lr 0.01 --ltd --ltd-start 32, 1 seed"
+    assert list(recipes) == ["plain, 2 seeds", "--ltd, 1 seed", later]
+    assert [log.folder.name for logs in recipes.values() for log in logs] == [*"bacd"]
+    assert next(iter(report.recipes_of(logs[2:])[0])) == "baseline, 1 seed", "both have --ltd"
+    for name in ("ltd.on", "of_a_fork.on"):  # an unknown setting makes another recipe
+        other = logs[0]._replace(settings=logs[0].settings | {name: True})
+        assert len(report.recipes_of([logs[0], other])[0]) == 2
+
+
+def test_a_comparison_begins_with_the_difference_paired_by_seed(make):
+    """Plain ends at 2.0 and 2.2 after 4 steps; --ltd at 1.9 and 2.2 after 2 that take longer."""
+    plain = [
+        make("a", losses=(3, 1.99), part=90),
+        make("b", losses=(3, 2.19), part=90, flags="--seed 2"),
+    ]
+    ltd = [
+        make("d", losses=(3, 2.19), part=90, steps=2, ms=150.0, flags="--ltd --seed 2"),
+        make("c", losses=(3, 1.89), part=90, steps=2, ms=150.0, flags="--ltd"),
+    ]
+    text = seen(html_of(*plain, *ltd))
+    assert (
+        "Bits per byte of --ltd, 2 seeds, minus those of plain, 2 seeds: "
+        "-0.050 (-0.100 to +0.000) at the end, "
+        "-0.950 (-1.100 to -0.800) at equal raw tokens (400), "
+        "-0.950 (-1.100 to -0.800) at equal FLOPs (2.00 B), "
+        "-0.495 (-0.595 to -0.395) at equal minutes (0.3 s) "
+        "(paired by seed; below 0 is better)."
+    ) in text
+    assert "-0.200 at the end" in (text := seen(html_of(*plain, ltd[1])))
+    assert "(from the mean, because the seeds differ; below 0 is better)" in text
+
+
+def test_what_was_evaluated_on_different_text_is_not_compared(make):
+    plain, part = make("a"), make("b", flags="--ltd", part=60)
+    end = save_log(make("c"), [n for n in lines_of_a_run("--ltd") if n.get("last", True)])
+    brief = make("brief", flags="--ltd", losses=(2.0,), steps=1)
+    for folder in (part, end, brief):  # on the way on other pieces, not at all, or too early
+        text = seen(html_of(plain, folder))
+        assert "plain, 1 seed: +0.000 at the end (paired by seed; below 0 is better)." in text
+    lines = lines_of_a_run("--ltd")
+    other = [line | {"bytes": line.get("bytes", 0) + 1} for line in lines]
+    mixed = [
+        save_log(make(data), [line | {"by_store": {}} for line in lines_of_a_run(f"--data {data}")])
+        for data in ("a=0.7,b=0.3", "a=0.5,b=0.5")
+    ]
+    bert = make("bert", flags="--model bert")
+    for folders in ([plain, bert], [plain, save_log(make("d"), other)], mixed):
+        text = seen(html_of(*folders, loss=2.5))
+        assert "not comparable, because they were not evaluated on the same tokens of" in text
+        assert "Cost to reach" not in text and "Held-out loss bits per byte, lower" not in text
 
 
 def test_a_comparison_shows_the_spread_of_seeds_and_all_four_costs(make, capsys):
@@ -138,19 +193,21 @@ def test_a_comparison_shows_the_spread_of_seeds_and_all_four_costs(make, capsys)
     out = f"{runs[0]}/compared.html"
     report.main([*map(str, runs), "--loss", "2.5", "--out", out])
     assert capsys.readouterr().out == f"report: {out}\n"
-    page = Path(out).read_text(encoding="utf-8")
-    assert "a and 1 more: from 2.01 to 2.01" in page, "the last evaluation, a dot"
-    text = seen(page)
-    assert "2.060 (2.010 to 2.110) bits per byte at the end on 90 tokens" in text
-    assert "Cost to reach 2.500 bits per byte" in text
+    text = seen(Path(out).read_text(encoding="utf-8"))
+    assert "plain, 2 seeds against --ltd, 1 seed against --pack, 1 seed; all with" in text
+    assert "2.060 (2.010 to 2.110) bits per byte at the end on 90 held-out tokens" in text
+    assert "slowest 33% of fastest: do not compare its time" in text
+    assert "To 2.500 bits per byte, as asked with --loss:" in text
     for unit in ("consumed tokens", "raw tokens", "FLOPs", "minutes"):
         assert text.count(unit) >= 2, "a column of costs and a chart"
+    assert text.count("Held-out loss bits per byte, lower is better") == 1
     first, second = 300, 200 + 200 * 0.5 / 0.9
     mean = (first + second) / 2
-    assert f"2 of 2 1.00 ({first / mean:.2f} to {second / mean:.2f}) {short(mean)}" in text
-    assert "/c 1 of 1 ≤ 0.65 200 ≤ 0.65 400 ≤ 0.65 2.00 B ≤ 0.32 0.2 s" in text
-    assert text.count("not reached") == 4 and "0 of 1" in text
-    assert "Cost to reach 2.100" in seen(html_of(*runs)), "both seeds of the first recipe reach it"
+    both = f"1.00 ({first / mean:.2f} to {second / mean:.2f}) {short(mean)}"
+    assert f"2 of 2 1 of 1 0 of 1 consumed tokens {both} ≤ 0.65 200 – not reached" in text
+    assert text.count("not reached") == 4 and "≤ 0.32 0.2 s" in text
+    end = "To 2.100 bits per byte, the highest last loss of plain, 2 seeds, on 50 held-out tokens:"
+    assert end in seen(html_of(*runs)), "both seeds of the first recipe reach it"
 
 
 # ---- imperfect logs
@@ -198,15 +255,14 @@ def test_a_page_is_small_and_well_formed_and_loads_nothing(make):
         assert "nan" not in seen(text).lower().split() and "nan," not in text
 
 
-def test_training_loss_is_in_bits_per_byte_if_the_log_allows_it(make):
-    """With 2 bytes per target, a nat per target is 1 / (2 ln 2) bits per byte."""
-    text = html_of(make(bytes_per_token=2.0))
-    assert "Training loss bits per byte" in seen(text) and "held out: from 3 to 2" in text
-    assert f"from {9 / 2 / math.log(2):.4g} to" in text
-    for flags in ("", "--model bert --data web"):
-        text = html_of(make("old", flags=flags, **({"bytes_per_token": 2.0} if flags else {})))
-        assert "Training loss nats" in seen(text) and "held out: " not in text
-    assert "90 masked tokens of the held-out text of web" in seen(text)
+def test_training_loss_is_shown_with_held_out_loss_in_the_same_unit(make):
+    page = html_of(make())
+    assert "Training loss nats" in seen(page)
+    assert "a: from 9 to 2.25" in page and "held out: from 4 to 3" in page
+    page = html_of(make("b", flags="--model bert --data web --nsp"))
+    assert "held out: " not in page, "the training loss includes that of --nsp"
+    assert "b --data web --model bert --layers 3 --nsp Result" in seen(page)
+    assert "on 90 masked held-out tokens" in seen(page)
 
 
 def test_a_report_of_a_real_run_is_complete(log_of, tmp_path, capsys):
@@ -216,9 +272,9 @@ def test_a_report_of_a_real_run_is_complete(log_of, tmp_path, capsys):
     assert capsys.readouterr().out.endswith(f"report: {folders[1]}/report.html\n")
     text = seen(Path(folders[1], "report.html").read_text())
     (end,) = (line for line in log_of(ALL_ON) if line.get("last"))
-    assert f"{end['val_bpb']:.3f} bits per byte at the end on {end['targets']:,} tokens" in text
-    assert "Training loss bits per byte" in text and "Difficulty rarity" in text
-    titles = ("Training loss", "Longest piece", "Kept tokens", "Padding", "Dropped", "Step time")
+    assert f"{end['val_bpb']:.3f} bits per byte at the end on {end['targets']:,} held-out" in text
+    assert "Training loss nats" in text and "Difficulty" not in text
+    titles = ("Longest piece", "Samples that", "Kept tokens", "Padding", "Dropped", "Step time")
     assert all(title in text for title in titles)
     assert "--ltd-start 16" in text and "damaged" not in text
     report.main([*folders, "--out", f"{tmp_path}/both.html"])
