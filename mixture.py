@@ -86,12 +86,6 @@ class Mixture:
     check_tokenizer = Store.check_tokenizer
     check_tokens = Store.check_tokens
 
-    @property
-    def bytes_per_token(self) -> float:
-        """The mean over the stores, weighted by their shares."""
-        shares = zip(self.weights, self.parts, strict=True)
-        return sum(float(weight) * part.bytes_per_token for weight, part in shares)
-
     @classmethod
     def open(cls, given: str, entries: Sequence[tuple[str, Fraction]]) -> "Mixture":
         parts = tuple(Store.open(path) for path, _ in entries)

@@ -82,8 +82,8 @@ class RunLog(NamedTuple):
     folder: Path
     lines: dict[str, list[dict]]  # by event: run, eval, stage, sample, ...; "torn": damaged lines
     settings: Flat  # at the last start or resume
-    final: list[dict]  # the evaluation at the end, on --final-eval-tokens; [] before it
-    held_out: list[dict]  # all evaluations on the text of the first one: they make a curve
+    held_out: list[dict]  # evaluations: on the way on parts of the text, which are as hard as all
+    final: list[dict]  # the one at the end, on more of it; [] before that
     steps: dict[str, np.ndarray]  # columns of the "train" lines: (n,) float64, NaN if not logged
 
     def at(self, column: str, step: float = math.inf) -> float:
@@ -101,6 +101,17 @@ class RunLog(NamedTuple):
         masked = "masked " if self.settings["model.model"] == "bert" else ""
         return f"on {line['targets']:,} {masked}held-out tokens"
 
+    @property
+    def held_out_text(self) -> tuple:
+        """What runs have in common if their bits per byte compare, whatever their tokenizers.
+
+        A text is known by its bytes, a mixture by its weights too; a BERT predicts other tokens.
+        """
+        size = self.lines["run"][-1].get("held_out_bytes")
+        is_mixture = any("by_store" in line for line in self.held_out)
+        weights = self.settings["data.data"] if is_mixture else None
+        return self.settings["model.model"], size, weights
+
 
 def read_run(folder: Path) -> RunLog:
     """Read the log in the folder of a run; ValueError if there is none."""
@@ -114,20 +125,13 @@ def read_run(folder: Path) -> RunLog:
     steps = {n: np.array([line.get(n) for line in trains], dtype=float) for n in fields}
     steps["minutes"] = np.nancumsum(steps["ms"]) / 6e4
     settings = lines["run"][-1]["config"]
-    for line in lines["eval"]:
-        weights = settings["data.data"] if "by_store" in line else None  # of a mixture's stores
-        line["text"] = (settings["model.model"], line.get("bytes", line["targets"]), weights)
     final = [line for line in lines["eval"] if line["last"]][-1:]
-    held_out = [line for line in lines["eval"] if line["text"] == lines["eval"][0]["text"]]
-    return RunLog(folder, lines, settings, final, held_out, steps)
+    return RunLog(folder, lines, settings, lines["eval"], final, steps)
 
 
-def are_on_one_text(evaluations: Sequence[list[dict]]) -> bool:
-    """Whether each run has evaluations, all on one text: bits per byte of others do not compare.
-
-    A text is known by its bytes, whatever the tokenizer; a BERT predicts other tokens than a GPT.
-    """
-    return all(evaluations) and len({line["text"] for lines in evaluations for line in lines}) == 1
+def are_comparable(logs: Sequence[RunLog]) -> bool:
+    """Whether each run has evaluations, and all are on the same text."""
+    return all(log.held_out for log in logs) and len({log.held_out_text for log in logs}) == 1
 
 
 Recipes = dict[str, list[RunLog]]  # {name: runs that differ only in the seed}
@@ -234,7 +238,7 @@ def differences(recipes: Recipes) -> list[str]:
 def difference(logs: list[RunLog], first: list[RunLog]) -> str:
     losses, base = (losses_of(runs, [*logs, *first]) for runs in (logs, first))
     if not losses:
-        return "not comparable, because they were not evaluated on the same tokens of the same text"
+        return "not comparable, because they were not evaluated on the same text"
     seeds, base_seeds = ([log.settings["run.seed"] for log in runs] for runs in (logs, first))
     how = "paired by seed" if seeds == base_seeds else "from the mean, because the seeds differ"
     changes = []
@@ -247,9 +251,9 @@ def difference(logs: list[RunLog], first: list[RunLog]) -> str:
 def losses_of(logs: list[RunLog], both: list[RunLog]) -> dict[str, list[float]]:
     """Return the held-out losses of runs at the end, and where all of `both` had spent the same."""
     losses = {}
-    if are_on_one_text([log.final for log in both]):
-        losses["at the end"] = [log.final[0]["val_bpb"] for log in logs]
-    if are_on_one_text([log.held_out for log in both]):
+    if are_comparable(both):
+        if all(log.final for log in both):
+            losses["at the end"] = [log.final[0]["val_bpb"] for log in logs]
         for unit in ("real_tokens", "flops", "minutes"):
             spent = min(log.curve(unit)[0][-1] for log in both)
             if all(log.curve(unit)[0][0] <= spent for log in both):  # else a curve begins later
@@ -313,7 +317,7 @@ def cost_table(recipes: Recipes, logs: list[RunLog], loss: float | None) -> str:
     if loss is None and len(logs) > 1 and all(log.held_out for log in first):
         loss = max(log.held_out[-1]["val_bpb"] for log in first)
         source = f"the highest last loss of {name}, {first[0].text_of(first[0].held_out[-1])}"
-    if loss is None or not are_on_one_text([log.held_out for log in logs if log.held_out]):
+    if loss is None or not are_comparable([log for log in logs if log.held_out]):
         return ""
     rows = {name: costs_of(runs, first, loss) for name, runs in recipes.items()}
     return f"<p>To {loss:.3f} {BITS}, {escape(source)}:</p>{table(rows)}"
@@ -386,7 +390,7 @@ def charts_of(recipes: Recipes, marks: list[float]) -> list[str]:
     """
     runs = [(log, name, n) for n, (name, logs) in enumerate(recipes.items()) for log in logs]
     logs, panels = [log for log, *_ in runs], {}
-    if are_on_one_text([log.held_out for log in logs if log.held_out]):
+    if are_comparable([log for log in logs if log.held_out]):
         for unit in UNITS if len(runs) > 1 else [AXIS]:
             curves = [Curve(name, *log.curve(unit), color, "dots") for log, name, color in runs]
             panels[UNITS[unit]] = curves

@@ -123,7 +123,7 @@ def run_training(run: Run, data: Data, micro_batch: int) -> int:
         ranks=runtime.world_size,
         parameters=parameter_count(shape),
         train_tokens=data.store.meta["train_tokens"],
-        bytes_per_token=data.store.bytes_per_token,
+        held_out_bytes=data.store.meta["bytes"] - data.store.meta["train_bytes"],
         peak_flops=peak_flops(runtime),
     )
     runtime.say(f"run: {run.folder}")

@@ -180,11 +180,6 @@ class Store:
             raise ValueError(f"{path}: documents.idx does not match meta.json: prepare it again")
         return cls(path, meta, tokens, offsets)
 
-    @property
-    def bytes_per_token(self) -> float:
-        """Mean bytes per training token; end-of-text counts as a token without bytes."""
-        return self.meta["train_bytes"] / self.meta["train_tokens"]
-
     def check_tokenizer(self, encoding: Encoding) -> None:
         """Refuse a tokenizer whose content differs from the store's, even if its name does not."""
         if fingerprint(encoding) != self.meta["tokenizer_fingerprint"]:

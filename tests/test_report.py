@@ -19,13 +19,14 @@ from support.settings import flattened
 OUTSIDE = r"(?:src|href|action)\s*=|url\(|@import|https?:|//[a-z0-9-]+\.[a-z]|<script"
 
 
-def lines_of_a_run(flags="", losses=(3.0, 2.0), steps=4, ms=100.0, part=50, **start) -> list[dict]:
+def lines_of_a_run(flags="", losses=(3.0, 2.0), steps=4, ms=100.0, **start) -> list[dict]:
     """Return a log with 100 consumed tokens a step, and the evaluations evenly spread.
 
-    Args: part targets of the evaluations on the way; the final one has 90
+    Those on the way have 50 targets, the final one has 90.
     """
     settings = flattened(config.build(config.parse(shlex.split(f"--layers 3 {flags}"))))
     about = {"config": settings, "argv": f"train.py {flags}".strip(), "resumed_at": 0}
+    about["held_out_bytes"] = 180
     lines = [{"event": "run", **about, "commit": "abc", "torch": "2", **start}]
     for step in range(1, steps + 1):
         at = {"step": step, "consumed_tokens": 100 * step}
@@ -37,11 +38,10 @@ def lines_of_a_run(flags="", losses=(3.0, 2.0), steps=4, ms=100.0, part=50, **st
         lines.append(line)
         number, rest = divmod(step, steps // len(losses))
         if not rest:
-            loss = losses[number - 1]
-            result = {"val_bpb": loss, "val_loss": loss + 1, "targets": part, "bytes": 2 * part}
-            lines.append({"event": "eval", **at, **result, "last": False})
-    text = {"targets": 90, "bytes": 180}
-    return [*lines, lines[-1] | {"val_bpb": losses[-1] + 0.01, **text, "last": True}]
+            loss, last = losses[number - 1], step == steps
+            result = {"val_bpb": loss, "val_loss": loss + 1, "targets": 90 if last else 50}
+            lines.append({"event": "eval", **at, **result, "last": last})
+    return lines
 
 
 def save_log(folder: Path, lines: list) -> Path:
@@ -81,10 +81,9 @@ def test_cost_to_reach_a_loss_is_interpolated_where_it_is_first_reached(make):
     assert report.costs_to_reach(3.5, [log], "consumed_tokens") == [200]
 
 
-def test_the_final_evaluation_ends_the_curve_if_it_is_on_the_same_text(make):
+def test_the_final_evaluation_ends_the_curve(make):
     end = save_log(make("end"), [n for n in lines_of_a_run() if n.get("last", True)])
-    runs = {make("whole", part=90): [3.0, 2.0, 2.01], make("part"): [3.0, 2.0], end: [2.01]}
-    for folder, losses in runs.items():
+    for folder, losses in {make("both"): [3.0, 2.0], end: [2.0]}.items():
         assert read_run(folder).curve("real_tokens")[1].tolist() == losses
         assert html_of(folder).count("<circle") == 2 * len(losses), "in two charts"
 
@@ -146,12 +145,12 @@ def test_runs_that_differ_only_in_seed_or_files_are_one_recipe_named_by_its_flag
 def test_a_comparison_begins_with_the_difference_paired_by_seed(make):
     """Plain ends at 2.0 and 2.2 after 4 steps; --ltd at 1.9 and 2.2 after 2 that take longer."""
     plain = [
-        make("a", losses=(3, 1.99), part=90),
-        make("b", losses=(3, 2.19), part=90, flags="--seed 2"),
+        make("a", losses=(3, 2.0)),
+        make("b", losses=(3, 2.2), flags="--seed 2"),
     ]
     ltd = [
-        make("d", losses=(3, 2.19), part=90, steps=2, ms=150.0, flags="--ltd --seed 2"),
-        make("c", losses=(3, 1.89), part=90, steps=2, ms=150.0, flags="--ltd"),
+        make("d", losses=(3, 2.2), steps=2, ms=150.0, flags="--ltd --seed 2"),
+        make("c", losses=(3, 1.9), steps=2, ms=150.0, flags="--ltd"),
     ]
     text = seen(html_of(*plain, *ltd))
     assert (
@@ -159,7 +158,7 @@ def test_a_comparison_begins_with_the_difference_paired_by_seed(make):
         "-0.050 (-0.100 to +0.000) at the end, "
         "-0.950 (-1.100 to -0.800) at equal raw tokens (400), "
         "-0.950 (-1.100 to -0.800) at equal FLOPs (2.00 B), "
-        "-0.495 (-0.595 to -0.395) at equal minutes (0.3 s) "
+        "-0.500 (-0.600 to -0.400) at equal minutes (0.3 s) "
         "(paired by seed; below 0 is better)."
     ) in text
     assert "-0.200 at the end" in (text := seen(html_of(*plain, ltd[1])))
@@ -167,14 +166,10 @@ def test_a_comparison_begins_with_the_difference_paired_by_seed(make):
 
 
 def test_what_was_evaluated_on_different_text_is_not_compared(make):
-    plain, part = make("a"), make("b", flags="--ltd", part=60)
-    end = save_log(make("c"), [n for n in lines_of_a_run("--ltd") if n.get("last", True)])
-    brief = make("brief", flags="--ltd", losses=(2.0,), steps=1)
-    for folder in (part, end, brief):  # on the way on other pieces, not at all, or too early
-        text = seen(html_of(plain, folder))
-        assert "plain, 1 seed: +0.000 at the end (paired by seed; below 0 is better)." in text
-    lines = lines_of_a_run("--ltd")
-    other = [line | {"bytes": line.get("bytes", 0) + 1} for line in lines]
+    plain, brief = make("a"), make("brief", flags="--ltd", losses=(2.0,), steps=1)
+    text = seen(html_of(plain, brief))  # which has no evaluation as early
+    assert "plain, 1 seed: +0.000 at the end (paired by seed; below 0 is better)." in text
+    other = lines_of_a_run("--ltd", held_out_bytes=181)
     mixed = [
         save_log(make(data), [line | {"by_store": {}} for line in lines_of_a_run(f"--data {data}")])
         for data in ("a=0.7,b=0.3", "a=0.5,b=0.5")
@@ -182,7 +177,7 @@ def test_what_was_evaluated_on_different_text_is_not_compared(make):
     bert = make("bert", flags="--model bert")
     for folders in ([plain, bert], [plain, save_log(make("d"), other)], mixed):
         text = seen(html_of(*folders, loss=2.5))
-        assert "not comparable, because they were not evaluated on the same tokens of" in text
+        assert "not comparable, because they were not evaluated on the same text" in text
         assert "Cost to reach" not in text and "Held-out loss bits per byte, lower" not in text
 
 
@@ -195,7 +190,7 @@ def test_a_comparison_shows_the_spread_of_seeds_and_all_four_costs(make, capsys)
     assert capsys.readouterr().out == f"report: {out}\n"
     text = seen(Path(out).read_text(encoding="utf-8"))
     assert "plain, 2 seeds against --ltd, 1 seed against --pack, 1 seed; all with" in text
-    assert "2.060 (2.010 to 2.110) bits per byte at the end on 90 held-out tokens" in text
+    assert "2.050 (2.000 to 2.100) bits per byte at the end on 90 held-out tokens" in text
     assert "slowest 33% of fastest: do not compare its time" in text
     assert "To 2.500 bits per byte, as asked with --loss:" in text
     for unit in ("consumed tokens", "raw tokens", "FLOPs", "minutes"):
@@ -206,7 +201,7 @@ def test_a_comparison_shows_the_spread_of_seeds_and_all_four_costs(make, capsys)
     both = f"1.00 ({first / mean:.2f} to {second / mean:.2f}) {short(mean)}"
     assert f"2 of 2 1 of 1 0 of 1 consumed tokens {both} ≤ 0.65 200 – not reached" in text
     assert text.count("not reached") == 4 and "≤ 0.32 0.2 s" in text
-    end = "To 2.100 bits per byte, the highest last loss of plain, 2 seeds, on 50 held-out tokens:"
+    end = "To 2.100 bits per byte, the highest last loss of plain, 2 seeds, on 90 held-out tokens:"
     assert end in seen(html_of(*runs)), "both seeds of the first recipe reach it"
 
 
