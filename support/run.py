@@ -81,21 +81,16 @@ def started_with(folder: Path) -> Started:
     file = folder / "config.json"
     try:
         about = json.loads(file.read_text())
-        config = entry(about, "config", dict)
-        entry(config, "optim.tokens", int)
-        size = ModelSize(**entry(about, "model_size", dict))
-        return Started(folder, entry(about, "id", str), config, size, entry(about, "store", dict))
+        size, config = ModelSize(**about["model_size"]), about["config"]
+        if not isinstance(config["optim.tokens"], int):
+            raise ValueError("optim.tokens must be a whole number")
+        return Started(folder, about["id"], config, size, about["store"])
     except FileNotFoundError:
         raise ValueError(f"--resume: {folder} holds no run; name one with --out") from None
+    except KeyError as error:
+        raise ValueError(f"{file} is not that of a run: it has no {error}") from None
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{file} is damaged or not that of a run: {error}") from None
-
-
-def entry(about: object, name: str, kind: type) -> Any:
-    """Return an entry of config.json; ValueError if it is missing or of another kind."""
-    if not isinstance(about, dict) or not isinstance(about.get(name), kind):
-        raise ValueError(f"it has no entry {name} of type {kind.__name__}")
-    return about[name]
+        raise ValueError(f"{file} is damaged: {error}") from None
 
 
 def newest_run() -> Path:
@@ -197,8 +192,7 @@ class Run:
 
     def check_settings(self, path: Path, state: dict) -> None:
         """Refuse a config.json that somebody changed: the checkpoint has the settings too."""
-        settings = settings_of(type(self.settings))
-        may_differ = {name for name, setting in settings.items() if setting.free}
+        may_differ = {n for n, s in settings_of(type(self.settings)).items() if s.free}
         # Paths may differ between machines, and `check_budget` compares --tokens.
         may_differ |= {"data.tokenizer", "model.init", "optim.tokens"}
         saved = state["config"] | state["model_size"]
@@ -231,8 +225,7 @@ class Run:
             self.folder = runtime.on_rank0(self.make_folder)
         else:
             runtime.on_rank0(self.set_aside_later_checkpoints)
-        tokens = self.settings.optim.tokens
-        if self.started is None or tokens > self.started.config["optim.tokens"]:
+        if self.started is None or self.settings.optim.tokens > self.started.config["optim.tokens"]:
             runtime.on_each_machine(self.write_config)
         runtime.on_rank0(lambda: self.warn_of_small_disk(**about["bytes"]))
         runtime.on_rank0(self.open_log)

@@ -66,8 +66,7 @@ class Setting(NamedTuple):
             ("below", self.below),
         )
         limits = [f"{words} {limit}" for words, limit in ends if limit is not None]
-        kind = f"of type {self.kind.__name__}"
-        return " or ".join(self.choices) or " and ".join(limits) or kind
+        return " or ".join(self.choices) or " and ".join(limits) or f"of type {self.kind.__name__}"
 
     def default_in_words(self) -> str:
         if isinstance(self.default, bool):

@@ -134,12 +134,11 @@ def source_of(init: str | Path | None) -> CheckpointInfo | None:
     """
     if not init or any((Path(init) / name).exists() for name in published.IN_A_FOLDER):
         return None
-    is_run = Path(init).is_dir()
-    path = checkpoint.find(init, "last") if is_run else Path(init)
+    path = checkpoint.find(init, "last") if Path(init).is_dir() else Path(init)
     try:
         state = checkpoint.outline(path)
     except (ValueError, OSError):
-        if is_run:
+        if Path(init).is_dir():
             raise
         return None
     settings = with_defaults(DEFAULTS | state["config"])  # an old run may lack newer settings

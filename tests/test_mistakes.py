@@ -52,9 +52,7 @@ CASES = {  # command -> part of its message
     # the other commands
     "evaluate nowhere": "nowhere does not exist: name the folder of a run, or a checkpoint",
     "sample R/step-00000009.pt": "R/step-00000009.pt does not exist",
-    "evaluate foreign.pt": "foreign.pt is not a checkpoint of train.py: it has no model",
-    "sample R --checkpoint foreign.pt": "foreign.pt is not a checkpoint of train.py",
-    f"{TRAIN} --init foreign.pt": "foreign.pt",
+    "evaluate foreign.pt": "foreign.pt is not a checkpoint of train.py",
     f"{TRAIN} --init damaged": "step-00000001.pt is damaged",
     "report nowhere": "nowhere holds no log.jsonl: name the folder of a run",
     "analyze S --metric loudness": "--metric loudness",
