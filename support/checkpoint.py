@@ -28,6 +28,8 @@ from support.runtime import Runtime
 from support.store import atomic_write, sync
 
 WORDS = ("last", "best")
+ENTRIES = {"run", "config", "model_size", "made_by", "commit", "tokenizer_fingerprint", "model"}
+ENTRIES |= {"step", "clock", "best", "best_step", "evaluation_due", "log_size", "optimizers"}
 ALONE = Runtime(0, 1, torch.device("cpu"), torch.float32, "")
 
 
@@ -194,5 +196,5 @@ def outline(path: Path) -> dict:
 
 def check_entries(path: Path, state: object) -> None:
     """Refuse what torch.load reads but `Run.save` has not written."""
-    if not isinstance(state, dict) or not {"run", "clock", "optimizers"} <= state.keys():
+    if not isinstance(state, dict) or not state.keys() >= ENTRIES:
         raise ValueError(f"{path} is not a checkpoint of train.py")

@@ -39,8 +39,8 @@ def exit_cleanly(main: Callable[[], int | None]) -> None:
     which `record` passes it. torchrun's parent process prints that summary, with a traceback of its
     launcher, whenever a rank fails.
     """
-    accept_any_text()
     try:
+        accept_any_text()
         status = record(main)() or 0
         sys.stdout.flush()
         if dist.is_initialized():

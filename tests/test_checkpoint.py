@@ -16,18 +16,16 @@ from pathlib import Path
 import torch
 from conftest import contents, kill_at, names, refusal, same
 
-from support.checkpoint import find, load, outline, save, step_path
+from support.checkpoint import ENTRIES, find, load, outline, save, step_path
 
 
 def state_of(step: int = 7, best_step: int = 0) -> dict:
     generator = torch.Generator().manual_seed(step)
     embedding = torch.randn(65, 8, generator=generator)
-    return {
+    return dict.fromkeys(ENTRIES) | {
         "model": {"wte": embedding, "h.0.bias": torch.ones(5), "empty": torch.ones(0, 4)},
         "optimizers": {"state": {"wte": {"step": torch.tensor(3.0), "exp_avg": embedding * 2}}},
         "bf16": torch.ones(3, dtype=torch.bfloat16),
-        "run": "4f",
-        "clock": {},
         "step": step,
         "best": float("inf"),
         "best_step": best_step,

@@ -292,7 +292,7 @@ def test_ctrl_c_in_a_thread_pool_prints_no_traceback_and_leaves_a_whole_store_or
         line = f"words.txt --tokenizer bytes --split-on blank-line --out new-{number}".split()
         process = subprocess.Popen([sys.executable, "-c", code, *line], stdout=PIPE, stderr=PIPE)
         assert process.stdout.readline() == b"ready\n"
-        time.sleep(number / 20)
+        time.sleep((number + 1) / 20)
         process.send_signal(signal.SIGINT)
         assert b"Traceback" not in process.communicate(timeout=SECONDS)[1]
         # After its end, while Python exits, the signal has its usual effect.
