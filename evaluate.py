@@ -359,7 +359,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="evaluate.py", description=__doc__.split("\n")[0])
-    parser.add_argument("run", help="folder of the run")
+    parser.add_argument("run", help="folder of the run, or a checkpoint")
     parser.add_argument("--checkpoint", default="last", help="last, best, or a path")
     parser.add_argument("--rows", type=count, default=16, help="rows per forward pass (16)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")

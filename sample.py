@@ -105,6 +105,7 @@ def load_run(folder: str, which: str) -> tuple[config.Config, Transformer, dict]
     """
     path = checkpoint.find(folder, which)
     state = checkpoint.load(path)
+    checkpoint.check_entries(path, state)
     tokenizer = tokenizer_in(path.parent, state["config"]["data.tokenizer"])
     settings = config.build(state["config"] | {"data.tokenizer": tokenizer}, will_run=False)
     shape = config.transformer_config(settings, **state["model_size"])
@@ -115,7 +116,7 @@ def load_run(folder: str, which: str) -> tuple[config.Config, Transformer, dict]
 
 def main(argv: list[str] | None = None) -> None:
     parser = process.Parser(prog="sample.py", description=__doc__.split(". ")[0])
-    parser.add_argument("run", help="folder of a run")
+    parser.add_argument("run", help="folder of a run, or a checkpoint")
     parser.add_argument("--checkpoint", default="last", help="last, best, or a path")
     parser.add_argument("--prompt", default="", help="text to continue (default: none)")
     parser.add_argument("--tokens", type=count, default=200, help="draw at most this many")

@@ -11,7 +11,7 @@ record. torch.load ignores them: with one bit of a tensor flipped, it loads the 
 complaint. With weights_only=True it runs no code from a file.
 
 `Run.save` in support/run.py decides what the nested dicts hold. Two entries are read here: "model"
-and "best_step".
+and "best_step". `check_entries` refuses a file that `Run.save` has not written.
 """
 
 import zipfile
@@ -28,6 +28,8 @@ from support.runtime import Runtime
 from support.store import atomic_write, sync
 
 WORDS = ("last", "best")
+ENTRIES = {"run", "config", "model_size", "made_by", "commit", "tokenizer_fingerprint", "model"}
+ENTRIES |= {"step", "clock", "best", "best_step", "evaluation_due", "log_size", "optimizers"}
 ALONE = Runtime(0, 1, torch.device("cpu"), torch.float32, "")
 
 
@@ -102,15 +104,20 @@ def steps_in(folder: Path) -> list[Path]:
 
 
 def find(folder: str | Path, which: str) -> Path:
-    """Return the path of a checkpoint, given as last, best, or a path; ValueError if it is gone."""
+    """Return the path of a checkpoint; ValueError if there is none.
+
+    Args: folder of a run, or one of its checkpoints, which is then the last
+          which  last | best, or the path of a checkpoint
+    """
     folder = Path(folder)
-    steps = steps_in(folder)
+    if not folder.exists():
+        raise ValueError(f"{folder} does not exist: name the folder of a run, or a checkpoint")
+    steps = [folder] if folder.is_file() else steps_in(folder)
     if which == "last" and steps:
         return steps[-1]
     if which == "best" and steps:
-        with refusing_damage(steps[-1]):
-            best = step_path(folder, outline(steps[-1])["best_step"])
-        if best in steps:
+        best = step_path(steps[-1].parent, outline(steps[-1])["best_step"])
+        if best.exists():
             return best
     if which not in WORDS and Path(which).exists():
         return Path(which)
@@ -180,5 +187,14 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
 
 
 def outline(path: Path) -> dict:
-    """Read a checkpoint without its tensors' values and without verifying it."""
-    return torch.load(path, map_location="meta", mmap=True, weights_only=True)
+    """Read a checkpoint of a run without its tensors' values and without verifying these."""
+    with refusing_damage(path):
+        state = torch.load(path, map_location="meta", mmap=True, weights_only=True)
+    check_entries(path, state)
+    return state
+
+
+def check_entries(path: Path, state: object) -> None:
+    """Refuse what torch.load reads but `Run.save` has not written."""
+    if not isinstance(state, dict) or not state.keys() >= ENTRIES:
+        raise ValueError(f"{path} is not a checkpoint of train.py")

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -39,25 +40,47 @@ def exit_cleanly(main: Callable[[], int | None]) -> None:
     launcher, whenever a rank fails.
     """
     try:
+        accept_any_text()
         status = record(main)() or 0
+        sys.stdout.flush()
         if dist.is_initialized():
             dist.barrier()  # otherwise a rank that still communicates with this one would fail
     except KeyboardInterrupt:
         status = 130
     except BrokenPipeError:  # the reader stopped, for example `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 128 + signal.SIGPIPE
     except MISTAKES as error:
         if int(os.environ.get("RANK", 0)) == 0:
-            # With tqdm's write the line does not run into a progress bar.
-            tqdm.write(f"error: {one_line(error)}", file=sys.stderr)
+            print_line(f"error: {one_line(error)}", sys.stderr)
         else:
             time.sleep(0.5)  # torchrun kills rank 0 soon after this one exits: let it print first
         status = 2
-    sys.stdout.flush()
-    if dist.is_initialized():
-        os._exit(status)  # during an ordinary exit, gloo's threads may abort the process
+    print_line("", sys.stdout, end="")  # what is still in the buffer
+    if dist.is_initialized() or status == 130:
+        # An ordinary exit waits for an interrupted pool's threads, perhaps for ever, and gloo's
+        # threads may abort the process in it.
+        os._exit(status)
     sys.exit(status)
+
+
+def accept_any_text() -> None:
+    """Let stdout and stderr escape characters that they cannot encode, and replace closed ones."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell's `>&-`
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+        getattr(sys, name).reconfigure(errors="backslashreplace")
+
+
+def print_line(line: str, stream: TextIO, end: str = "\n") -> None:
+    """Print a line above the progress bar. If nobody can read it, the command goes on in silence.
+
+    What is printed must not decide whether a run is saved.
+    """
+    try:
+        tqdm.write(line, stream, end)
+        stream.flush()
+    except OSError:  # the reader stopped, the terminal was closed, or the file's disk is full
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def one_line(error: Exception) -> str:

@@ -30,6 +30,7 @@ import math
 import os
 import platform
 import secrets
+import shutil
 import subprocess
 import sys
 import time
@@ -49,7 +50,7 @@ from support.numbers import duration, short
 from support.optim import decay_start
 from support.process import ROOT, peak_memory
 from support.runtime import Runtime, check_agreement, made_by
-from support.settings import Flat, Settings, flattened
+from support.settings import Flat, Settings, flattened, settings_of
 from support.store import atomic_write, folder_lock
 from support.tokenizer import copy_ranks, tokenizer_in
 
@@ -78,17 +79,20 @@ class Started(NamedTuple):
 
 def started_with(folder: Path) -> Started:
     """Read what a run was started with; ValueError if the folder holds no run."""
+    file = folder / "config.json"
     try:
-        about = json.loads((folder / "config.json").read_text())
+        about = json.loads(file.read_text())
+        size, config = ModelSize(**about["model_size"]), about["config"]
+        if not isinstance(config["optim.tokens"], int):
+            raise ValueError("optim.tokens must be a whole number")
+        config["data.tokenizer"] = tokenizer_in(folder, config["data.tokenizer"])
+        return Started(folder, about["id"], config, size, about["store"])
     except FileNotFoundError:
         raise ValueError(f"--resume: {folder} holds no run; name one with --out") from None
-    except ValueError as error:
-        raise ValueError(f"{folder}/config.json is damaged: {error}") from None
-    if "model_size" not in about:
-        raise ValueError(f"--resume: {folder}/config.json is not that of a run")
-    size, config = ModelSize(**about["model_size"]), about["config"]
-    config["data.tokenizer"] = tokenizer_in(folder, config["data.tokenizer"])
-    return Started(folder, about["id"], config, size, about["store"])
+    except KeyError as error:
+        raise ValueError(f"{file} is not that of a run: it has no {error}") from None
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from None
 
 
 def newest_run() -> Path:
@@ -154,13 +158,15 @@ class Run:
             runtime.say(f"{self.folder} was stopped before its first checkpoint: starting over")
             return None
         state = checkpoint.load(path, runtime, sharded=self.settings.run.fsdp)
+        checkpoint.check_entries(path, state)
         if state["run"] != self.id:
             raise ValueError(f"{path} belongs to another run: put back the one of {self.folder}")
+        self.check_settings(path, state)
         self.clock, self.log_size = Clock.of(state["clock"]), state["log_size"]
         self.best, self.best_step = state["best"], state["best_step"]
         self.evaluation_due = state["evaluation_due"]
         self.resumed_from = self.saved_path = path
-        self.check_budget()
+        self.check_budget(state["config"]["optim.tokens"])
         now = made_by(runtime) | {"commit": commit()}
         for name, before in (state["made_by"] | {"commit": state["commit"]}).items():
             if now.get(name, before) != before:
@@ -186,22 +192,27 @@ class Run:
             raise ValueError(f"--resume: the checkpoints of {self.folder} are gone: put one back")
         return None
 
-    @property
-    def is_extended(self) -> bool:
-        """Whether this resumed run has a larger --tokens than its config.json."""
-        started = self.started
-        return started is not None and self.settings.optim.tokens > started.config["optim.tokens"]
+    def check_settings(self, path: Path, state: dict) -> None:
+        """Refuse a config.json that somebody changed: the checkpoint has the settings too."""
+        may_differ = {n for n, s in settings_of(type(self.settings)).items() if s.free}
+        # Paths may differ between machines, and `check_budget` compares --tokens.
+        may_differ |= {"data.tokenizer", "model.init", "optim.tokens"}
+        saved = state["config"] | state["model_size"]
+        for name, now in (flattened(self.settings) | self.size._asdict()).items():
+            before = saved.get(name, now)  # an old checkpoint may lack newer settings
+            if now != before and name not in may_differ:
+                changed = f"{self.folder}/config.json: {name} is {now}"
+                raise ValueError(f"{changed}, but {before} in {path.name}: write that back")
 
-    def check_budget(self) -> None:
-        """Refuse a larger --tokens, except before wsd decays or with --min-lr 1."""
+    def check_budget(self, before: int) -> None:
+        """Refuse other --tokens than before, unless wsd does not decay yet or --min-lr is 1."""
         optim, layers = self.settings.optim, self.settings.model.layers
-        before = replace(optim, tokens=self.started.config["optim.tokens"])
         consumed = lr_clock(optim.lr_clock, layers, self.clock)
-        decays = optim.schedule != "wsd" or consumed > decay_start(before)
-        if self.is_extended and decays and optim.min_lr < 1:
+        decays = optim.schedule != "wsd" or consumed > decay_start(replace(optim, tokens=before))
+        if optim.tokens != before and decays and optim.min_lr < 1:
             raise ValueError(
                 f"--tokens {optim.tokens} at step {self.clock.step}: a run can be extended before"
-                " the decay of --schedule wsd begins, or with --min-lr 1"
+                f" the decay of --schedule wsd begins, or with --min-lr 1; it had {before}"
             )
 
     def has_ended(self) -> bool:
@@ -216,8 +227,9 @@ class Run:
             self.folder = runtime.on_rank0(self.make_folder)
         else:
             runtime.on_rank0(self.set_aside_later_checkpoints)
-        if self.started is None or self.is_extended:
+        if self.started is None or self.settings.optim.tokens > self.started.config["optim.tokens"]:
             runtime.on_each_machine(self.write_config)
+        runtime.on_rank0(lambda: self.warn_of_small_disk(**about["bytes"]))
         runtime.on_rank0(self.open_log)
         self.log.write("run", **self.about(), resumed_at=self.clock.step, **about)
         if self.resumed_from:
@@ -229,6 +241,19 @@ class Run:
         self.lock.enter_context(folder_lock(folder, wait=False))
         copy_ranks(self.settings.data.tokenizer, folder)
         return folder
+
+    def warn_of_small_disk(self, weights: int, optimizer: int, **other: int) -> None:
+        """Warn if the disk cannot hold all checkpoints; the arguments are this rank's bytes.
+
+        Besides the newest --keep, it has to hold the best one and the one that is being written.
+        """
+        shards = self.runtime.world_size if self.settings.run.fsdp else 1
+        needed = (self.settings.run.keep + 2) * (weights + optimizer) * shards
+        needed -= sum(path.stat().st_size for path in checkpoint.steps_in(self.folder))
+        free = shutil.disk_usage(self.folder).free
+        if free < needed:
+            room = f"{needed / 1e6:,.1f} MB of disk for checkpoints, but {free / 1e6:,.1f} are free"
+            self.runtime.say(f"warning: {self.folder} needs {room}")
 
     def set_aside_later_checkpoints(self) -> None:
         """Rename those later than the one to continue from: `last` must not find them any more."""
@@ -311,15 +336,12 @@ class Run:
               ms      of the whole step, including `waited_ms` that it waited for its batch
         """
         now = self.clock
+        counts = now._asdict()
+        del counts["cursor"]  # where the next rows come from: only checkpoints need it
         epochs = now.real_tokens / self.store["train_tokens"]
         self.log.write(
             "train",
-            step=now.step,
-            consumed_tokens=now.consumed_tokens,
-            real_tokens=now.real_tokens,
-            layer_tokens=now.layer_tokens,
-            positions=now.positions,
-            flops=now.flops,
+            **counts,
             tokens_per_s=round((now.real_tokens - before.real_tokens) / ms * 1e3, 1),
             epochs=round(epochs, 4),
             **columns,

@@ -23,10 +23,9 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from tqdm import tqdm
 
 from kernels.triton_here import why_not
-from support.process import MISTAKES, host_free, keep_freed_memory, one_line
+from support.process import MISTAKES, host_free, keep_freed_memory, one_line, print_line
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # How long ranks wait for one that does not answer. A killed rank is noticed immediately. The
@@ -215,8 +214,7 @@ class Runtime:
 
     def say(self, line: str) -> None:
         if self.is_rank0:
-            tqdm.write(line)  # above the progress bar, if there is one
-            sys.stdout.flush()
+            print_line(line, sys.stdout)
 
 
 def result_of(action: Callable[[], Value]) -> Value | ValueError:
@@ -238,7 +236,7 @@ def reporting_lost_ranks(step: Callable[[], int]) -> Iterator[None]:
         line = f"rank {dist.get_rank()} lost another rank after step {step()}: it has ended or has"
         line += f" not answered for {TIMEOUT.seconds} s: find out why, then --resume"
         # Every remaining rank prints it, because rank 0 may be the one that is gone.
-        tqdm.write(f"error: {line}", file=sys.stderr)
+        print_line(f"error: {line}", sys.stderr)
         os._exit(1)  # as in `exit_cleanly`
 
 

@@ -50,7 +50,8 @@ class Setting(NamedTuple):
         if self.choices:
             return value in self.choices
         return (
-            (self.least is None or value >= self.least)
+            isinstance(value, (int, float) if self.kind is float else self.kind)
+            and (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)
             and (self.most is None or value <= self.most)
             and (self.below is None or value < self.below)
@@ -65,7 +66,7 @@ class Setting(NamedTuple):
             ("below", self.below),
         )
         limits = [f"{words} {limit}" for words, limit in ends if limit is not None]
-        return " or ".join(self.choices) or " and ".join(limits)
+        return " or ".join(self.choices) or " and ".join(limits) or f"of type {self.kind.__name__}"
 
     def default_in_words(self) -> str:
         if isinstance(self.default, bool):
@@ -378,7 +379,7 @@ def check_limits(config_class: type, flat: Flat, file: str = "") -> None:
         if value is not None and not setting.allows(value):
             written = name if file else setting.flag
             raise ValueError(
-                f"{where}{written} must be {setting.allowed()}, got {value}: {setting.help}"
+                f"{where}{written} must be {setting.allowed()}, got {value!r}: {setting.help}"
             )
 
 

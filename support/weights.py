@@ -137,9 +137,9 @@ def source_of(init: str | Path | None) -> CheckpointInfo | None:
     path = checkpoint.find(init, "last") if Path(init).is_dir() else Path(init)
     try:
         state = checkpoint.outline(path)
-    except Exception:  # torch.load raises half a dozen kinds
-        return None
-    if "clock" not in state:
+    except (ValueError, OSError):
+        if Path(init).is_dir():
+            raise
         return None
     settings = with_defaults(DEFAULTS | state["config"])  # an old run may lack newer settings
     size = ModelSize(**state["model_size"])

@@ -16,14 +16,13 @@ from pathlib import Path
 import torch
 from conftest import contents, kill_at, names, refusal, same
 
-from support import checkpoint
-from support.checkpoint import find, load, save, step_path
+from support.checkpoint import ENTRIES, find, load, outline, save, step_path
 
 
 def state_of(step: int = 7, best_step: int = 0) -> dict:
     generator = torch.Generator().manual_seed(step)
     embedding = torch.randn(65, 8, generator=generator)
-    return {
+    return dict.fromkeys(ENTRIES) | {
         "model": {"wte": embedding, "h.0.bias": torch.ones(5), "empty": torch.ones(0, 4)},
         "optimizers": {"state": {"wte": {"step": torch.tensor(3.0), "exp_avg": embedding * 2}}},
         "bf16": torch.ones(3, dtype=torch.bfloat16),
@@ -64,7 +63,7 @@ def test_a_state_loads_unchanged_and_flipped_bits_and_truncation_are_noticed(tmp
         path.write_bytes(whole[:size])
         assert str(path) in refusal(load, path)
     path.write_bytes(whole)
-    assert checkpoint.outline(path)["config"]["model.layers"] == 3
+    assert outline(path)["config"]["model.layers"] == 3
     state = load(path)
     path.unlink()
     assert same(state, state_of()), "the tensors do not depend on the file any more"
@@ -95,10 +94,18 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     assert names(tmp_path) == ["step-00000060.pt"]
 
 
+def test_files_of_other_programs_are_refused(tmp_path):
+    path = tmp_path / "other.pt"
+    for content in {"wte": torch.ones(3)}, torch.ones(3), []:
+        torch.save(content, path)
+        assert refusal(outline, path) == f"{path} is not a checkpoint of train.py"
+
+
 def test_find_has_no_fallback_to_another_checkpoint(tmp_path):
+    assert "nowhere does not exist: name the folder of a run" in refusal(find, "nowhere", "last")
     assert "holds no checkpoint" in refusal(find, tmp_path, "last")
     path = save_step(tmp_path)
-    assert find(tmp_path, str(path)) == path
+    assert find(tmp_path, str(path)) == find(path, "last") == path
     for which in ("best", "previous", str(tmp_path / "step-00000008.pt")):
         message = refusal(find, tmp_path, which)
         assert f"checkpoint {which}: not found" in message and path.name in message

@@ -207,9 +207,11 @@ def test_a_file_of_results_equals_an_example_and_is_complete_or_absent(tmp_path)
 # ---- the command
 
 
-def test_command_reports_what_the_run_reported(run_of, said):
+def test_command_reports_what_the_run_reported(run_of, said, capsys):
     (last,) = (line["val_bpb"] for line in read_log(run_of(GPT), "eval") if line["last"])
     plain, whole = said(), said("--by-document out.jsonl")
+    evaluate.main([f"{run_of(GPT)}/step-00000002.pt", *CPU])
+    assert capsys.readouterr().out.splitlines()[1:] == plain[1:]
     assert f"held-out {last:.4f} bits per byte" in plain[0]
     assert whole == [*plain, "out.jsonl: 27 of 27 documents"]
     lines = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]

@@ -20,6 +20,7 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing import Process
 from pathlib import Path
+from subprocess import PIPE
 
 import numpy as np
 import pytest
@@ -281,6 +282,23 @@ def check_signals(_: list[str]) -> None:
         assert train.main(line) == 0
         runtime.gather(None)
         assert runtime.on_rank0(partial(losses_of, out)) == losses_of("whole")
+
+
+def test_ctrl_c_in_a_thread_pool_prints_no_traceback_and_leaves_a_whole_store_or_none(place):
+    Path("words.txt").write_text("some words\n\n" * 20_000)
+    code = "import prepare, support.process as p; print('ready', flush=True)"
+    code = f"import sys; sys.path.insert(0, '{ROOT}'); {code}; p.exit_cleanly(prepare.main)"
+    for number in range(6):
+        line = f"words.txt --tokenizer bytes --split-on blank-line --out new-{number}".split()
+        process = subprocess.Popen([sys.executable, "-c", code, *line], stdout=PIPE, stderr=PIPE)
+        assert process.stdout.readline() == b"ready\n"
+        time.sleep((number + 1) / 20)
+        process.send_signal(signal.SIGINT)
+        assert b"Traceback" not in process.communicate(timeout=SECONDS)[1]
+        # After its end, while Python exits, the signal has its usual effect.
+        assert process.returncode in (130, 0, -signal.SIGINT)
+        if Path(f"new-{number}").exists():
+            Store.open(f"new-{number}")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -6,11 +6,15 @@ refusals, of damaged files for example. Other errors may end in a traceback and 
 
 import importlib
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import SMALL, command_error, names
+
+from support.checkpoint import ALONE
+from support.process import exit_cleanly
 
 TRAIN = f"train {SMALL} --data S --out new"
 CASES = {  # command -> part of its message
@@ -46,7 +50,10 @@ CASES = {  # command -> part of its message
     "prepare empty.txt --out new": "empty.txt",
     "prepare words.txt --out new --tokenizer klingon": "klingon",
     # the other commands
-    "evaluate nowhere": "nowhere",
+    "evaluate nowhere": "nowhere does not exist: name the folder of a run, or a checkpoint",
+    "sample R/step-00000009.pt": "R/step-00000009.pt does not exist",
+    "evaluate foreign.pt": "foreign.pt is not a checkpoint of train.py",
+    f"{TRAIN} --init damaged": "step-00000001.pt is damaged",
     "report nowhere": "nowhere holds no log.jsonl: name the folder of a run",
     "analyze S --metric loudness": "--metric loudness",
 }
@@ -59,6 +66,9 @@ def place(store_dir, run_of, tmp_path_factory):
     shutil.copytree(run_of(), place / "R")
     (place / "words.txt").write_text("all the words there are\n" * 99)
     (place / "empty.txt").write_text("")
+    torch.save({"wte": torch.ones(3)}, place / "foreign.pt")
+    (place / "damaged").mkdir()
+    (place / "damaged/step-00000001.pt").write_bytes(b"PK")
     (place / "full").mkdir()
     (place / "full/a.txt").write_text("the user's")
     return place
@@ -77,3 +87,13 @@ def test_a_mistake_is_one_line_and_status_2_and_writes_nothing(line, place, monk
     after = {path: path.stat().st_mtime_ns for path in Path().rglob("*") if path.is_file()}
     assert after == before, "a file was changed"
     assert "new" not in names(place)
+
+
+def test_a_line_that_cannot_be_printed_ends_no_command(monkeypatch):
+    """It is "é" in ASCII, on a full disk; or there is no stdout, as after the shell's `>&-`."""
+    with open("/dev/full", "w", encoding="ascii") as full:
+        for stream in (full, None):
+            monkeypatch.setattr(sys, "stdout", stream)
+            with pytest.raises(SystemExit) as ended:
+                exit_cleanly(lambda: ALONE.say("é"))
+            assert ended.value.code == 0

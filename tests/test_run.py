@@ -3,10 +3,12 @@
 import fcntl
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 from conftest import SMALL, at_step, kill_at, losses_of, metrics, read_log, resume_fails, terminate
@@ -144,8 +146,57 @@ def test_files_that_do_not_belong_to_the_run_are_refused(folder):
     about["config"]["run.gone"] = 1
     file.write_text(json.dumps(about))
     resume_fails(folder, r"run\.gone is not a setting of this version")
-    file.write_text("{")
-    resume_fails(folder, r"config\.json is damaged")
+
+
+DAMAGED = ["", "{", "{}", "[]", "null", "5", '"model_size"', "[" * 100_000]
+DAMAGED += [{"config": []}, {"config": None}, {"config": {}}, {"config": {"optim.tokens": None}}]
+DAMAGED += [{"model_size": {}}, {"model_size": {"size": 1}}]
+
+
+def test_a_damaged_config_file_is_refused(folder):
+    file = folder / "config.json"
+    about = json.loads(file.read_text())
+    for damaged in DAMAGED:
+        text = damaged if isinstance(damaged, str) else json.dumps(about | damaged)
+        file.write_text(text)
+        resume_fails(folder, r"run/config\.json is (damaged|not that of a run): ")
+
+
+CHANGED = {"optim.lr": 0.5, "run.seed": 7, "optim.batch_tokens": 512, "model.heads": 4}
+UNFIT = {"optim.lr": "0.5", "data.data": 5, "run.keep": [2], "ltd.on": "yes"}  # of another type
+
+
+def test_settings_that_were_changed_by_hand_are_refused(folder):
+    """Flags that may differ when a run resumes may also be changed in the file."""
+    file = folder / "config.json"
+    about = json.loads(file.read_text())
+
+    def change(name: str, value: object) -> None:
+        file.write_text(json.dumps(about | {"config": about["config"] | {name: value}}))
+
+    for name, value in CHANGED.items():
+        change(name, value)
+        says = f"config.json: {name} is {value}, but {about['config'][name]} in step-00000008.pt"
+        resume_fails(folder, says)
+    for name, value in UNFIT.items():
+        change(name, value)
+        resume_fails(folder, re.escape(f"config.json: {name} must be "))
+    for tokens in (1024, 4096):
+        change("optim.tokens", tokens)
+        resume_fails(folder, f"--tokens {tokens} at step 8: a run can be extended .* it had 2048")
+    file.write_text(json.dumps(about | {"model_size": {"vocab_size": 640, "positions": None}}))
+    resume_fails(folder, "config.json: vocab_size is 640, but 320 in")
+    change("run.keep", 3)
+    assert train.main(["--resume", "--out", "run"]) == 0
+
+
+@pytest.mark.parametrize("free", [10**5, 10**9])
+def test_a_full_disk_is_reported_first(store_dir, tmp_path, monkeypatch, capsys, free):
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: Mock(free=free))
+    train.main(f"{FLAGS} --tokens 256 --layers 1 --data {store_dir} --out {tmp_path}".split())
+    before, _, after = capsys.readouterr().out.partition("run: ")
+    warning = f"warning: {tmp_path} needs 1.4 MB of disk for checkpoints, but 0.1 are free"
+    assert (warning in before) == (free < 10**6) and "warning" not in after
 
 
 def test_only_one_process_at_a_time_uses_a_folder(folder):

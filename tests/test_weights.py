@@ -353,7 +353,7 @@ UNSUPPORTED = [
     (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "factor must be 1.0, not 0.5"),
     (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights must be True"),
     (GPT2 | {"moe": 1, "alibi": 1}, "unknown keys in config.json: alibi, moe"),
-    (GPT2 | {"activation_function": "relu"}, "activation must be gelu_new or gelu, got relu"),
+    (GPT2 | {"activation_function": "relu"}, "activation must be gelu_new or gelu, got 'relu'"),
     (GPT2 | {"bias": False}, "bias must be True, not False"),
     (LLAMA | {"rope_scaling": {"type": "yarn"}} | OTHER_ROPE, "rope_type yarn"),
     (LLAMA | {"rope_scaling": Scaling(8, 1, 4, 0).as_published()}, "'8:1:4:0' is not factor:slow"),
