@@ -47,6 +47,11 @@ from support.numbers import several, whole_number
 BLOCK = 1 << 22  # characters of text, or tokens, read at a time
 BATCH = 256  # documents that threads encode together
 END = tokenizer.SPECIAL_TOKENS[0]  # in text it is encoded as text, and ends no document
+NOTES = {  # entries of meta.json that are shown unless they are 0
+    "skipped": "documents without text",
+    "repeats": "documents with the text of an earlier one",
+    "spelled": f"documents with {END} in their text: if it separates some, use --split-on '{END}'",
+}
 
 # ---- stores
 
@@ -55,11 +60,11 @@ def embedded_store(name: str) -> Path:
     """Return the store of the embedded corpus in tokenizer `name`; prepare it on first use.
 
     It is in .cache of the repository, or in the user's cache if the repository is read-only, and is
-    named by the tokenizer and the corpus file, so another corpus gets another store.
+    named by the tokenizer, the corpus file and what is held out, so others get another store.
     """
     corpus, encoding = process.ROOT / "corpus" / "pd-mix.jsonl.gz", tokenizer.get_encoding(name)
     made_of = f"{tokenizer.fingerprint(encoding)[:12]}-{zlib.crc32(corpus.read_bytes()):08x}"
-    folder = process.ROOT / ".cache" / f"pd-mix-{made_of}"
+    folder = process.ROOT / ".cache" / f"pd-mix-{made_of}-{Corpus.holdout}"
     if not folder.exists() and not os.access(process.ROOT, os.W_OK):
         folder = store.user_cache() / folder.name
     if not folder.exists():
@@ -81,7 +86,7 @@ def prepare(inputs: Sequence[str | Path], out: Path, encoding: Encoding, **optio
     """
     corpus = Corpus(inputs, **options)
     documents = corpus.documents()
-    without_text = repeats = 0
+    notes = dict.fromkeys(NOTES, 0)
     # encode_ordinary would hold the GIL while it builds a list of ints; encode_to_numpy does not
     encode = partial(encoding.encode_to_numpy, disallowed_special=())
     with store.atomic_folder(out) as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -91,13 +96,13 @@ def prepare(inputs: Sequence[str | Path], out: Path, encoding: Encoding, **optio
             for doc, ids in zip(batch, encoded, strict=True):
                 if len(ids):
                     writer.append(np.append(ids, encoding.eot_token), doc.held_out, [len(ids) + 1])
-                    repeats += doc.is_repeat
-                else:
-                    without_text += 1
-        kinds = " or a ".join(sorted({kind for *_, kind in corpus.files}))
-        about = {"skipped": without_text, "repeats": repeats, "document": kinds}
+                notes["skipped"] += len(ids) == 0
+                notes["repeats"] += len(ids) > 0 and doc.is_repeat
+                notes["spelled"] += END in doc.text
+        about = {"document": " or a ".join(sorted({kind for *_, kind in corpus.files}))}
         about["held_out_by"] = "hash" if corpus.training_characters is None else "tail"
-        return writer.finish(inputs, **about, holdout=corpus.holdout, split_on=corpus.split_on)
+        about |= {"holdout": corpus.holdout, "split_on": corpus.split_on}
+        return writer.finish(inputs, **notes, **about)
 
 
 # ---- documents
@@ -135,7 +140,6 @@ class Corpus:
     def __post_init__(self):
         self.files = []
         self.skipped = []
-        warned = END in (self.split_on or "")  # then there is nothing to warn of
         given = [(Path(g), path, name) for g in self.paths for path, name in input_files(g)]
         originals = {os.path.realpath(path) for _, path, _ in given if not path.is_symlink()}
         for named, path, name in given:
@@ -146,11 +150,6 @@ class Corpus:
                 if kind != "file":
                     first_only = 1 if path == named else None  # a file in a folder is read whole
                     sum(1 for _ in islice(self._read(path, name, kind), first_only))
-                elif not warned and END in next(text_blocks(path), ""):
-                    warned = True
-                    advice = f"if it separates documents, add --split-on '{END}'"
-                    line = f"warning: {path} has {END} in its text: {advice}"
-                    print(process.printable(line), file=sys.stderr)
                 self.files.append((path, name, kind))
             except (ValueError, OSError) as error:
                 if path == named:
@@ -460,10 +459,9 @@ def print_summary(meta: dict) -> None:
     print(f"documents {meta['documents']:>14,}   each a {meta['document']}{cut}")
     print(f"tokens    {meta['tokens']:>14,}   {bytes_each:.3f} bytes per token")
     print(f"held out  {held_out:>14,}   documents, {held_out_tokens:,} tokens{tail}")
-    if meta.get("skipped"):
-        print(f"skipped   {meta['skipped']:>14,}   documents without text")
-    if meta.get("repeats"):
-        print(f"repeats   {meta['repeats']:>14,}   documents with the text of an earlier one")
+    for name in NOTES:
+        if meta.get(name):
+            print(f"{name:<9} {meta[name]:>14,}   {NOTES[name]}")
     if meta["overlap"] is not None:
         where = "of held-out text (windows of 32 tokens) also stands in training"
         print(f"overlap   {100 * meta['overlap']:>12.1f} %   {where}")

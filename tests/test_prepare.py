@@ -125,17 +125,14 @@ def test_bad_files_are_refused_if_named_and_skipped_in_a_folder(tmp_path, monkey
     assert "the empty string: no such file" in refusal(Corpus, [""])
 
 
-def test_end_of_text_spelled_in_a_file_is_reported_once(tmp_path, capsys):
-    for name in "ab":
-        (tmp_path / name).write_text("one<|endoftext|>two")
-    assert read(tmp_path) == ["one<|endoftext|>two"] * 2
-    advice = "if it separates documents, add --split-on '<|endoftext|>'"
-    assert (
-        capsys.readouterr().err
-        == f"warning: {tmp_path}/a has <|endoftext|> in its text: {advice}\n"
-    )
-    assert read(tmp_path, split_on="<|endoftext|>") == ["one", "two"] * 2
-    assert capsys.readouterr().err == ""
+def test_end_of_text_that_is_spelled_in_a_file_is_text_and_reported(tmp_path, capsys):
+    (tmp_path / "a").write_text("one<|endoftext|>two")
+    (tmp_path / "b").write_text("three")
+    for flags, spelled in (["--holdout", "0"], 1), (["--split-on", "<|endoftext|>"], 0):
+        out = tmp_path / f".store-{spelled}"
+        prepare.main([str(tmp_path), *flags, "--tokenizer", "bytes", "--out", str(out)])
+        assert ("spelled                1   documents" in capsys.readouterr().out) == spelled
+    assert "one<|endoftext|>two" in texts_of(Store.open(tmp_path / ".store-1"))
 
 
 @pytest.mark.parametrize("compressed", [bytes, gzip.compress])
