@@ -190,11 +190,7 @@ class PackedAttention(torch.autograd.Function):
 
 
 def chosen_impl(
-    device: str,
-    dtype: torch.dtype,
-    head_width: int,
-    dropout: float = 0.0,
-    compiled: bool = False,
+    device: str, dtype: torch.dtype, head_width: int, dropout: float = 0.0, compiled: bool = False
 ) -> str:
     """Choose the implementation for packed rows on this machine.
 
