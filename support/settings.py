@@ -199,9 +199,7 @@ class ModelConfig:
     size: str = flag("--size", "nano", "sets dimensions, budget and learning rate", tuple(SIZES))
     block: str = flag("--block", "gpt2", "llama: RMSNorm, SwiGLU, RoPE, no biases", tuple(BLOCKS))
     qk_norm: bool = flag("--qk-norm", False, "RMSNorm on each head's queries and keys")
-    kv_heads: int | None = flag(
-        "--kv-heads", None, "key/value heads (default: --heads)", least=1, most=4096
-    )
+    kv_heads: int | None = flag("--kv-heads", None, "key/value heads (default: --heads)", least=1)
     pos: str | None = flag(
         "--pos", None, "positions (default: rope for nano and llama)", ("learned", "rope")
     )
@@ -209,9 +207,7 @@ class ModelConfig:
     rope_scaling: str | None = derived(None, "Llama 3.1's, factor:slow:fast:positions")
     tied: bool | None = flag("--tied", None, "tie head and embedding (default: on; nano GPT off)")
     layers: int | None = flag("--layers", None, "blocks (default: by --size)", least=1, most=4096)
-    heads: int | None = flag(
-        "--heads", None, "attention heads (default: by --size)", least=1, most=4096
-    )
+    heads: int | None = flag("--heads", None, "attention heads (default: by --size)", least=1)
     width: int | None = flag("--width", None, "channels (default: by --size)", least=1, most=2**17)
     mlp_width: int | None = derived(None, "of the MLP: 4 x --width, for llama 8/3")
     # gelu_new is GPT-2's approximation, gelu is exact; None: by --pos
