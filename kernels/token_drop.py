@@ -25,6 +25,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.library import custom_op
 
 from kernels.triton_here import adjacent, check_impl, tl, triton, why_not
 
@@ -192,10 +193,8 @@ def scatter_by_triton(x: Tensor, kept: Tensor, y: Tensor) -> Tensor:
 
 if triton is not None:
     # The same two functions as operators, which torch.compile does not trace into.
-    gather_op = torch.library.custom_op("parsimony::gather_kept", gather_by_triton, mutates_args=())
-    scatter_op = torch.library.custom_op(
-        "parsimony::scatter_kept", scatter_by_triton, mutates_args=()
-    )
+    gather_op = custom_op("parsimony::gather_kept", gather_by_triton, mutates_args=())
+    scatter_op = custom_op("parsimony::scatter_kept", scatter_by_triton, mutates_args=())
 
     @gather_op.register_fake
     def _(x, kept):
