@@ -340,16 +340,15 @@ def check_limits(config_class: type, flat: Flat, file: str = "") -> None:
 
     Raises: ValueError naming the flag, or the file that the settings come from and its entry
     """
-    where = f"{file}: " if file else ""
     for name, value in flat.items():
         setting = settings_of(config_class).get(name)
         if setting is None:
+            where = f"{file}: " if file else ""
             raise ValueError(f"{where}{name} is not a setting of this version of train.py")
         if value is not None and not setting.allows(value):
-            written = name if file else setting.flag
-            raise ValueError(
-                f"{where}{written} must be {setting.allowed()}, got {value}: {setting.help}"
-            )
+            written = f"{file}: {name}" if file else setting.flag
+            allowed = setting.allowed()
+            raise ValueError(f"{written} must be {allowed}, got {value}: {setting.help}")
 
 
 def table_of(config_class: type) -> str:
