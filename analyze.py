@@ -210,10 +210,6 @@ def write_index(folder: Path, samples: Samples, name: str, files: Sequence[Path]
 
     Cost: 12 bytes of memory per sample, besides its value
     """
-    needed = len(samples) * (12 + np.dtype(METRICS[name].dtype).itemsize)
-    free = process.host_free()
-    if free is not None and needed > free:
-        print(f"the sort needs {needed:,} bytes of memory, and {free:,} are free", flush=True)
     values = np.concatenate([np.load(file) for file in files])
     order = np.argsort(values, kind="stable").astype("uint32" if len(values) < 2**32 else "int64")
     with atomic_folder(folder / name) as index:

@@ -46,22 +46,16 @@ class CurriculumConfig:
     """Raw flag values, parsed by `parse_metrics`; commas separate metrics, and their values."""
 
     metric: str = flag(
-        "--curriculum",
-        "none",
-        "easy first, by seqlen, seqlen-reshape, length, rarity, rarity-mean, length-rarity",
+        "--curriculum", "none", "easy first, by seqlen[-reshape], rarity[-mean], length[-rarity]"
     )
     start: str | None = flag(
-        "--curriculum-start",
-        None,
-        "initial difficulty (default: 1 %; seqlen: 64 if packed, else a quarter row)",
+        "--curriculum-start", None, "first level (default: 1 %; seqlen a quarter row, packed 64)"
     )
     share: str | None = flag(
         "--curriculum-share", None, "share of a run it grows for (default: 0.4; packed seqlen 0.9)"
     )
     pace: str | None = flag(
-        "--curriculum-pace",
-        None,
-        "linear, root:2, discrete:64@0.5:256 (default: root:2; seqlen linear, packed root:0.5)",
+        "--curriculum-pace", None, "linear, root:2, discrete:64@0.5:256 (default: by metric)"
     )
     by: str | None = flag("--curriculum-by", None, "percentile or value (default: percentile)")
 

@@ -60,9 +60,7 @@ if TYPE_CHECKING:
 class OffloadConfig:
     on: bool = free("--offload", False, "move what exceeds --offload-budget to CPU memory")
     budget: str = free(
-        "--offload-budget",
-        "auto",
-        "memory for weights, gradients, state: 6GiB; auto: half of what is free",
+        "--offload-budget", "auto", "weights, gradients, state: 6GiB; auto: half of free memory"
     )
 
 
@@ -541,21 +539,18 @@ class Link:
         Pieces are locked in place, because torch would round pinned memory up to powers of two. No
         tensor spans two pieces, because CUDA would refuse to copy it.
         """
-        starts: list[tuple[int, int]] = []  # the piece, and the first byte in it
-        totals: list[int] = []  # bytes of each piece
+        rooms: list[list[int]] = [[]]  # bytes for each tensor, by piece
         for size in sizes:
             aligned = -(-size // 64) * 64
-            if not totals or totals[-1] + aligned > self.PIECE:
-                totals.append(0)
-            starts.append((len(totals) - 1, totals[-1]))
-            totals[-1] += aligned
-        self.pieces = [torch.empty(total, dtype=torch.uint8) for total in totals]
+            if sum(rooms[-1]) + aligned > self.PIECE:
+                rooms.append([])
+            rooms[-1].append(aligned)
+        self.pieces = [torch.empty(sum(of_piece), dtype=torch.uint8) for of_piece in rooms]
         if self.up:
             self.lock()
-        return [
-            self.pieces[piece][first : first + size]
-            for (piece, first), size in zip(starts, sizes, strict=True)
-        ]
+        pairs = zip(self.pieces, rooms, strict=True)
+        tensors = [room for piece, of_piece in pairs for room in piece.split(of_piece)]
+        return [tensor[:size] for tensor, size in zip(tensors, sizes, strict=True)]
 
     def lock(self) -> None:
         """Page-lock the pieces; if CUDA refuses one, print that its copies make the host wait."""
@@ -571,11 +566,8 @@ class Link:
             # CUDA reports the error once more to the next caller. Let that be this harmless call.
             with suppress(RuntimeError):
                 torch.zeros(1, device=self.device)
-            print(
-                f"--offload: {short(unlocked, 'B')} of host memory cannot be page-locked ({why}):"
-                " the host has to wait for its copies",
-                file=sys.stderr,
-            )
+            message = f"{short(unlocked, 'B')} of host memory cannot be page-locked ({why})"
+            print(f"--offload: {message}: the host waits for its copies", file=sys.stderr)
 
     def copy(
         self, stream: torch.cuda.Stream | None, pairs: Iterable[tuple[Tensor, Tensor]]

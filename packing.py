@@ -28,12 +28,13 @@ Paper: Krell et al., arXiv 2107.02027. Packers are compared in docs/packing.md.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from support.numbers import count
 from support.process import Parser, exit_cleanly
@@ -52,9 +53,7 @@ MOST_AT_ALL = 100_000  # patterns that it may weigh: a matrix of 400 MB at lengt
 @dataclass(frozen=True)
 class PackConfig:
     on: bool = flag("--pack", False, "fill rows with pieces of documents, kept apart by a mask")
-    max_per_row: int | None = flag(
-        "--pack-max-per-row", None, "most pieces in a row (default: as many as fit)", least=1
-    )
+    max_per_row: int | None = flag("--pack-max-per-row", None, "pieces (default: any)", least=1)
     batch: str | None = flag(
         "--pack-batch", None, "what a step keeps constant (default: rows; BERT documents)", BATCHES
     )
@@ -91,10 +90,7 @@ class Packing(NamedTuple):
 
 
 def pack_lengths(
-    lengths: Sequence[int] | np.ndarray,
-    max_len: int,
-    packer: str = DEFAULT,
-    max_per_row: int | None = None,
+    lengths: ArrayLike, max_len: int, packer: str = DEFAULT, max_per_row: int | None = None
 ) -> Packing:
     """Pack documents of these lengths into rows of `max_len` tokens.
 
@@ -232,10 +228,7 @@ def least_squares(counts: np.ndarray, max_per_row: int) -> Counter[Pattern]:
     if number_that_fill(max_len, max_per_row) > MOST_AT_ALL:
         raise ValueError(f"max_per_row {max_per_row}: nnlshp has over {MOST_AT_ALL:,} patterns")
     patterns = list(patterns_that_fill(max_len, max_per_row, max_len))
-    places = np.zeros((max_len, len(patterns)))  # how often each length occurs in each pattern
-    for j, pattern in enumerate(patterns):
-        for length in pattern:
-            places[length - 1, j] += 1
+    places = np.array([np.bincount(pattern, minlength=max_len + 1)[1:] for pattern in patterns]).T
     # As in Graphcore's packedBERT/nnlshp.py: an empty place for a short document is little padding.
     weights = np.where(np.arange(1, max_len + 1) <= 8, 0.09, 1.0)
     rows, _ = nnls(weights[:, None] * places, weights * counts[1:])

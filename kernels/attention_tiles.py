@@ -307,9 +307,7 @@ def check_heads(q: Tensor) -> None:
 
 
 @lru_cache
-def launch(
-    kernel: str, shape: torch.Size, dtype: torch.dtype, causal: bool
-) -> tuple[tuple[int], dict]:
+def launch(kernel: str, shape: torch.Size, dtype: torch.dtype, causal: bool) -> tuple[tuple, dict]:
     """Return the grid and the constants of a kernel; neither depends on the documents."""
     B, T, H, D = shape
     constants = {"CAUSAL": causal, "D": D} | tiles(kernel, D, dtype)

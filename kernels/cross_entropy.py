@@ -31,11 +31,7 @@ ALIGNED = 16  # rows of logits are padded to a multiple of this, so that wide ac
 
 
 def reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    target_weights: Tensor | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, target_weights: Tensor | None
 ) -> Tensor:
     """Compute the loss by its definition. V = 50,304 and N = 32,768 take three arrays of 6 GB."""
     logits = F.linear(x, weight, bias)  # (N, V)
@@ -340,6 +336,5 @@ def linear_cross_entropy(
     impl = chosen_impl(x.device.type, product_dtype(x), impl)
     if impl == "reference":
         return reference(x, weight, bias, targets, target_weights)
-    return LinearCrossEntropy.apply(
-        x, weight, bias, targets, target_weights, torch.is_grad_enabled(), impl
-    )
+    grads = torch.is_grad_enabled()
+    return LinearCrossEntropy.apply(x, weight, bias, targets, target_weights, grads, impl)

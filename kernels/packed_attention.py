@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+from torch.library import custom_op
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels import attention_groups, attention_tiles
@@ -155,10 +156,8 @@ def attend_backward(
 
 # The same two functions as operators. torch.compile does not trace into an operator, it only asks
 # for the shapes of the results. In uncompiled code operators cost 0.1 ms more than the functions.
-attend_op = torch.library.custom_op("parsimony::packed_attention", attend, mutates_args=())
-attend_backward_op = torch.library.custom_op(
-    "parsimony::packed_attention_backward", attend_backward, mutates_args=()
-)
+attend_op = custom_op("parsimony::attend", attend, mutates_args=())
+attend_backward_op = custom_op("parsimony::attend_backward", attend_backward, mutates_args=())
 
 
 @attend_op.register_fake
@@ -190,11 +189,7 @@ class PackedAttention(torch.autograd.Function):
 
 
 def chosen_impl(
-    device: str,
-    dtype: torch.dtype,
-    head_width: int,
-    dropout: float = 0.0,
-    compiled: bool = False,
+    device: str, dtype: torch.dtype, head_width: int, dropout: float = 0.0, compiled: bool = False
 ) -> str:
     """Choose the implementation for packed rows on this machine.
 

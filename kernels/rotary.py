@@ -63,12 +63,7 @@ class Rotary(NamedTuple):
 PUBLISHED = Rotary()
 
 
-def rotation(
-    positions: Tensor,
-    head_width: int,
-    dtype: torch.dtype = torch.float32,
-    rotary: Rotary = PUBLISHED,
-) -> Tensor:
+def rotation(positions: Tensor, head_width: int, dtype: torch.dtype, rotary: Rotary) -> Tensor:
     """Return cos and sin of the angle of each position and pair, (B, T, 1, D/2, 2). Eq. 15."""
     speeds = rotary.speeds(head_width, positions.new_empty(0, dtype=dtype))
     angle = positions[:, :, None, None] * speeds  # (B, T, 1, D/2)

@@ -25,6 +25,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.library import custom_op
 
 from kernels.triton_here import adjacent, check_impl, tl, triton, why_not
 
@@ -133,9 +134,7 @@ def flat_rows(kept: Tensor, T: int) -> Tensor:
 
 
 @lru_cache
-def copy_launch(
-    rows: int, C: int, itemsize: int, *strides: int
-) -> tuple[tuple, tuple, dict[str, int]]:
+def copy_launch(rows: int, C: int, itemsize: int, *strides: int) -> tuple[tuple, tuple, dict]:
     """Decide how to launch a kernel that writes this many rows, TILE_BYTES in each program.
 
     Args:    strides of each source's rows and positions, in elements
@@ -194,10 +193,8 @@ def scatter_by_triton(x: Tensor, kept: Tensor, y: Tensor) -> Tensor:
 
 if triton is not None:
     # The same two functions as operators, which torch.compile does not trace into.
-    gather_op = torch.library.custom_op("parsimony::gather_kept", gather_by_triton, mutates_args=())
-    scatter_op = torch.library.custom_op(
-        "parsimony::scatter_kept", scatter_by_triton, mutates_args=()
-    )
+    gather_op = custom_op("parsimony::gather_kept", gather_by_triton, mutates_args=())
+    scatter_op = custom_op("parsimony::scatter_kept", scatter_by_triton, mutates_args=())
 
     @gather_op.register_fake
     def _(x, kept):
@@ -246,14 +243,10 @@ class Merge(torch.autograd.Function):
 def checked_impl(impl: str, x: Tensor, kept: Tensor, y: Tensor | None = None) -> str:
     """Check that the arguments fit together, and choose torch or triton."""
     check_impl(impl, IMPLS, x.device.type)
-    if x.ndim != 3 or kept.ndim != 2 or len(x) != len(kept):
-        shapes = f"x {tuple(x.shape)} and kept {tuple(kept.shape)}"
-        raise ValueError(f"{shapes} must be (B, T, C) and (B, K)")
-    (B, T, C), K = x.shape, kept.shape[1]
-    if kept.dtype != torch.int64:
-        raise ValueError(f"kept is {kept.dtype}: positions must be torch.int64")
-    if not 1 <= K <= T:
-        raise ValueError(f"kept has K = {K} of T = {T} positions: keep 1 to {T}")
+    (B, T, C), K = x.shape, kept.shape[-1]
+    if kept.shape != (B, K) or not 1 <= K <= T or kept.dtype != torch.int64:
+        needed = f"it must be ({B}, 1 to {T}) torch.int64"
+        raise ValueError(f"kept is {tuple(kept.shape)} {kept.dtype}: {needed}")
     if y is not None and (y.shape != (B, K, C) or y.dtype != x.dtype):
         raise ValueError(f"y is {tuple(y.shape)} {y.dtype}: it must be {(B, K, C)} {x.dtype}")
     if impl == "auto":

@@ -59,9 +59,8 @@ def mesh_of(runtime: Runtime) -> "DeviceMesh":
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"--fsdp needs --device cpu or cuda, not {kind}")
     if not dist.is_initialized():
-        dist.init_process_group(
-            **group_of(runtime.device), store=dist.HashStore(), rank=0, world_size=1
-        )
+        group = group_of(runtime.device)
+        dist.init_process_group(**group, store=dist.HashStore(), rank=0, world_size=1)
     return init_device_mesh(kind, (runtime.world_size,))
 
 

@@ -226,7 +226,7 @@ def newton_schulz(X: Tensor) -> Tensor:
 
     X <- a X + b A X + c A^2 X,  A = X X^T
     """
-    X = normalise(X)
+    X = F.normalize(X, dim=(1, 2), eps=1e-7)  # no singular value is above 1
     for _ in range(ITERATIONS):
         A = X @ X.mT  # (n, m, m)
         X = polynomial(A) @ X
@@ -239,7 +239,7 @@ def newton_schulz_by_gram(X: Tensor) -> Tensor:
     An iteration replaces X by Z X, where Z is a polynomial in A, and so A by Z A Z. The product of
     all Z is found first, and X multiplied only once. Not for bf16: errors of A would grow.
     """
-    X = normalise(X)
+    X = F.normalize(X, dim=(1, 2), eps=1e-7)
     A = X @ X.mT  # (n, m, m)
     Z = product = polynomial(A)
     for _ in range(ITERATIONS - 1):
@@ -247,11 +247,6 @@ def newton_schulz_by_gram(X: Tensor) -> Tensor:
         Z = polynomial(A)
         product = Z @ product
     return product @ X
-
-
-def normalise(X: Tensor) -> Tensor:
-    """Divide matrices by their norms, so that no singular value is above 1."""
-    return X / X.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
 
 
 def polynomial(A: Tensor) -> Tensor:

@@ -364,17 +364,14 @@ def layout_of(kind: str, is_llama: bool) -> Layout:
 #
 # The JSON is {"wte.weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}.
 # Offsets count from byte 8 + N; tensors are stored row by row. "__metadata__" is a dict of strings.
-# Format: github.com/huggingface/safetensors, README.md. Floats of 8 and 4 bits are not supported.
+# Format: github.com/huggingface/safetensors, README.md. Other dtypes are not supported.
 
 DTYPES = {  # in the order in which the safetensors library writes them, wide ones first
     "I64": torch.int64,
     "F64": torch.float64,
     "F32": torch.float32,
-    "I32": torch.int32,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
-    "I16": torch.int16,
-    "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }

@@ -21,6 +21,7 @@ command line; flat settings.
 import argparse
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
+from math import inf, isfinite
 from typing import Any, NamedTuple, TypeVar, get_args
 
 from support.numbers import real_number, whole_number
@@ -39,23 +40,19 @@ class Setting(NamedTuple):
     flag: str  # "" if the value follows from other settings, with which it is saved
     help: str
     choices: Choices = ()
-    least: float | None = None
-    above: float | None = None
-    most: float | None = None
-    below: float | None = None
+    least: float = -inf
+    above: float = -inf
+    most: float = inf
+    below: float = inf
     free: bool = False  # --resume may change it: it says where or how fast, not what
     without_value: str | None = None  # what the flag alone stands for
 
     def allows(self, value: Value) -> bool:
-        if self.choices:
-            return value in self.choices
-        return (
-            isinstance(value, (int, float) if self.kind is float else self.kind)
-            and (self.least is None or value >= self.least)
-            and (self.above is None or value > self.above)
-            and (self.most is None or value <= self.most)
-            and (self.below is None or value < self.below)
-        )
+        if not isinstance(value, (int, float) if self.kind is float else self.kind):
+            return False
+        if self.kind is str:
+            return value in self.choices or not self.choices
+        return self.least <= value <= self.most and self.above < value < self.below
 
     def allowed(self) -> str:
         """Describe the allowed values. Example: at least 0 and below 1"""
@@ -65,7 +62,7 @@ class Setting(NamedTuple):
             ("at most", self.most),
             ("below", self.below),
         )
-        limits = [f"{words} {limit}" for words, limit in ends if limit is not None]
+        limits = [f"{words} {limit}" for words, limit in ends if isfinite(limit)]
         return " or ".join(self.choices) or " and ".join(limits) or f"of type {self.kind.__name__}"
 
     def default_in_words(self) -> str:
@@ -154,11 +151,7 @@ class RunConfig:
     device: str = free("--device", "auto", "device to compute on", ("auto", "cpu", "cuda", "mps"))
     dtype: str = flag("--dtype", "auto", "auto: bf16 since Ampere", ("auto", "fp32", "bf16"))
     compile: str = free(
-        "--compile",
-        "auto",
-        "compile the blocks; auto: on a GPU",
-        ("auto", "on", "off"),
-        without_value="on",
+        "--compile", "auto", "compile; auto: on a GPU", ("auto", "on", "off"), without_value="on"
     )
     checkpoint_activations: bool = free(
         "--checkpoint-activations", False, "recompute blocks in backward to save memory"
@@ -171,10 +164,7 @@ class RunConfig:
         "--eval-tokens", None, "held-out tokens on the way (default: 3 % of --tokens)", least=1
     )
     final_eval_tokens: int | None = free(
-        "--final-eval-tokens",
-        None,
-        "most held-out tokens at the end (default: --tokens, at most 1M)",
-        least=1,
+        "--final-eval-tokens", None, "held-out at the end (default: --tokens, at most 1M)", least=1
     )
     checkpoint_every: int | None = free(
         "--checkpoint-every", None, "in tokens; 0: only at the end (default: --tokens / 10)"
@@ -209,28 +199,18 @@ class ModelConfig:
 
     model: str = flag("--model", "gpt", "predict the next token, or masked ones", ("gpt", "bert"))
     size: str = flag("--size", "nano", "sets dimensions, budget and learning rate", tuple(SIZES))
-    block: str = flag(
-        "--block", "gpt2", "llama: RMSNorm, SwiGLU, rotary positions, no biases", tuple(BLOCKS)
-    )
+    block: str = flag("--block", "gpt2", "llama: RMSNorm, SwiGLU, RoPE, no biases", tuple(BLOCKS))
     qk_norm: bool = flag("--qk-norm", False, "RMSNorm on each head's queries and keys")
-    kv_heads: int | None = flag(
-        "--kv-heads", None, "key/value heads (default: --heads)", least=1, most=4096
-    )
+    kv_heads: int | None = flag("--kv-heads", None, "key/value heads (default: --heads)", least=1)
     pos: str | None = flag(
         "--pos", None, "positions (default: rope for nano and llama)", ("learned", "rope")
     )
     rope_theta: float = derived(10000.0, "base of the rotary angles")
     rope_scaling: str | None = derived(None, "Llama 3.1's, factor:slow:fast:positions")
-    tied: bool | None = flag(
-        "--tied", None, "tie head and embedding (default: on, not for nano GPT)"
-    )
+    tied: bool | None = flag("--tied", None, "tie head and embedding (default: on; nano GPT off)")
     layers: int | None = flag("--layers", None, "blocks (default: by --size)", least=1, most=4096)
-    heads: int | None = flag(
-        "--heads", None, "attention heads (default: by --size)", least=1, most=4096
-    )
-    width: int | None = flag(
-        "--width", None, "hidden size (default: by --size)", least=1, most=2**17
-    )
+    heads: int | None = flag("--heads", None, "attention heads (default: by --size)", least=1)
+    width: int | None = flag("--width", None, "channels (default: by --size)", least=1, most=2**17)
     mlp_width: int | None = derived(None, "of the MLP: 4 x --width, for llama 8/3")
     # gelu_new is GPT-2's approximation, gelu is exact; None: by --pos
     activation: str | None = derived(None, "GELU", ("gelu_new", "gelu"))
@@ -251,28 +231,19 @@ class OptimConfig:
     micro_batch_size: int | None = free(
         "--micro-batch-size", None, "rows in a rank's forward pass (default: by device)", least=1
     )
-    optimizer: str = flag(
-        "--optimizer", "muon", "muon: for the blocks' matrices", ("adamw", "muon")
-    )
+    optimizer: str = flag("--optimizer", "muon", "muon: the blocks' matrices", ("adamw", "muon"))
     lr: float | None = flag("--lr", None, "peak learning rate (default: by --size)", above=0)
     min_lr: float = flag("--min-lr", 0.0, "final rate, as a share of --lr", least=0, most=1)
     schedule: str = flag("--schedule", "linear", "how the learning rate decays", SCHEDULES)
     lr_clock: str = flag(
-        "--lr-clock",
-        "consumed-tokens",
-        "what the --lr schedule counts",
-        ("consumed-tokens", "layer-tokens"),
+        "--lr-clock", "consumed-tokens", "what --lr follows", ("consumed-tokens", "layer-tokens")
     )
-    warmup_tokens: int | None = flag(
-        "--warmup-tokens", None, "linear warmup (default: 2 % of --tokens)"
-    )
+    warmup_tokens: int | None = flag("--warmup-tokens", None, "linear (default: 2 % of --tokens)")
     weight_decay: float = flag("--weight-decay", 0.1, "decay of matrices and embeddings", least=0)
     beta2: float | None = flag(
         "--beta2", None, "of AdamW (default: 0.95, nano GPT 0.99, BERT 0.999)", least=0, below=1
     )
-    loss_per: str = flag(
-        "--loss-per", "token", "what weighs the same in the loss", ("token", "document")
-    )
+    loss_per: str = flag("--loss-per", "token", "each weighs the same", ("token", "document"))
     grad_clip: float = flag("--grad-clip", 1.0, "maximum gradient norm; 0: no clipping", least=0)
 
 
@@ -371,16 +342,15 @@ def check_limits(config_class: type, flat: Flat, file: str = "") -> None:
 
     Raises: ValueError naming the flag, or the file that the settings come from and its entry
     """
-    where = f"{file}: " if file else ""
     for name, value in flat.items():
         setting = settings_of(config_class).get(name)
         if setting is None:
+            where = f"{file}: " if file else ""
             raise ValueError(f"{where}{name} is not a setting of this version of train.py")
         if value is not None and not setting.allows(value):
-            written = name if file else setting.flag
-            raise ValueError(
-                f"{where}{written} must be {setting.allowed()}, got {value!r}: {setting.help}"
-            )
+            written = f"{file}: {name}" if file else setting.flag
+            allowed = setting.allowed()
+            raise ValueError(f"{written} must be {allowed}, got {value!r}: {setting.help}")
 
 
 def table_of(config_class: type) -> str:

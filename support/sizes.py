@@ -166,8 +166,7 @@ def micro_batch_rows(optim: OptimConfig, seq_len: int, runtime: Runtime, by_docu
     at_once = optim.micro_batch_size
     if at_once is None:
         most = max(1, min(share, MICRO_BATCH_TOKENS[runtime.device.type] // seq_len))
-        divisors = [n for n in range(1, most + 1) if share % n == 0]
-        at_once = divisors[-1] if share else most
+        at_once = max(n for n in range(1, most + 1) if share % n == 0)
     if rows % (at_once * ranks) and not by_document:
         product = f"ranks {ranks} x --micro-batch-size {at_once} x --seq-len {seq_len}"
         raise ValueError(f"--batch-tokens {optim.batch_tokens} is no multiple of {product}")

@@ -105,15 +105,6 @@ def test_a_metric_that_gives_no_finite_number_is_refused(store, tmp_path, monkey
         assert "--metric wrong has to give each sample a finite" in message
 
 
-def test_too_little_memory_is_announced_before_the_sort(store, tmp_path, monkeypatch, capsys):
-    samples = samples_of(store)
-    needed = 16 * len(samples)
-    for free, line in ((needed, ""), (needed - 1, f"the sort needs {needed:,} bytes of memory")):
-        monkeypatch.setattr(analyze.process, "host_free", lambda free=free: free)
-        analyzed(tmp_path / f"{free}", samples)
-        assert capsys.readouterr().out.partition(", and")[0] == line
-
-
 def analyze_into_file(flags):
     """Run analyze.py on a rank, writing its output or its error to a file."""
     with open(f"said-{os.environ['RANK']}", "w") as said, redirect_stdout(said):

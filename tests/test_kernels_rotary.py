@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
-from kernels.rotary import rotate, rotation
+from kernels.rotary import PUBLISHED, rotate, rotation
 
 ROUNDING = {torch.float64: 1e-12, torch.float32: 2e-4, torch.bfloat16: 2**-8}
 B, T, H, D = 2, 63, 3, 8
@@ -49,7 +49,7 @@ def test_pairs_turn_like_complex_numbers_compiled_or_not(dtype):
     torch.compiler.reset()
     dtypes_met = set()
     q, positions, above = queries(dtype)
-    turns = rotation(positions, D, torch.float64 if dtype == torch.float64 else torch.float32)
+    turns = rotation(positions, D, torch.promote_types(dtype, torch.float32), PUBLISHED)
     truth = definition(q, positions)
     exact = (truth, *torch.autograd.grad(truth, q, above.double()))
     results = []

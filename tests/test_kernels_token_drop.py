@@ -158,6 +158,14 @@ def test_changing_x_or_rest_in_place_before_the_merge_is_an_error(impl, device):
             merge(rest, kept, kept_states, impl).sum().backward()
 
 
+def test_kept_positions_that_do_not_fit_are_refused(impl, device):
+    x, kept, y, _ = inputs(SMALL, device=device)
+    for wrong in (kept.int(), kept[:1], kept[:, :0], kept[0], kept.repeat(1, x.shape[1])):
+        assert "kept is" in refusal(split, x, wrong, impl)
+    for wrong in (y[:, 1:], y.half()):
+        assert "y is" in refusal(merge, x, kept, wrong, impl)
+
+
 @pytest.mark.parametrize("kernels", [attention_tiles, cross_entropy, token_drop])
 def test_without_triton_files_of_kernels_import_and_triton_is_refused(monkeypatch, kernels):
     monkeypatch.setattr(triton_here, "triton", None)

@@ -23,7 +23,7 @@ from bert import BertConfig
 from kernels import cross_entropy
 from kernels.cross_entropy import IGNORE
 from kernels.packed_attention import attention_mask
-from kernels.rotary import rotation
+from kernels.rotary import PUBLISHED, rotation
 from model import Batch, TokenMeta, Transformer, TransformerConfig
 
 KINDS = [("gpt", "learned"), ("gpt", "rope"), ("llama", "rope"), ("bert", "learned")]
@@ -254,7 +254,7 @@ def test_a_layer_of_kept_tokens_equals_a_full_layer_that_masks_other_keys(kind, 
     B, T = batch.tokens.shape
     if not packed:
         positions, doc_ids = torch.arange(T)[None], None
-    turns = rotation(positions, 8, torch.float64) if pos == "rope" else None
+    turns = rotation(positions, 8, torch.float64, PUBLISHED) if pos == "rope" else None
     meta = TokenMeta(positions, doc_ids, kind != "bert", turns)
     kept = torch.stack([torch.randperm(T)[:11].sort().values for _ in range(B)])  # (B, K)
     x = torch.randn(B, T, 16, dtype=torch.float64)
