@@ -57,8 +57,8 @@ SMALL = 100_000_000  # tokens; training analyzes stores up to this size itself, 
 #     lengths    (N,)
 #     nats       (V,) the surprisal of each token; None for a metric that does not need it
 #
-# A fingerprint contains the source of the metric, `rarity` and `surprisal`: editing one, even its
-# docstring, makes existing indexes stale.
+# A fingerprint contains the source of the metric, and of all functions of this file that it rests
+# on: editing one, even its docstring, makes existing indexes stale.
 
 
 def length(tokens: np.ndarray, lengths: np.ndarray, _: None) -> np.ndarray:
@@ -231,8 +231,17 @@ def index_fingerprint(samples: Samples, name: str) -> str:
     made_of = {field: samples.store.meta[field] for field in of_store}
     made_of["made"] = (samples.split, samples.kind == "rows", samples.without_eot)
     made_of |= {"format": 1, "metric": name, "seq_len": samples.max_piece_len}
-    made_of["source"] = [inspect.getsource(f) for f in (METRICS[name].value, rarity, surprisal)]
+    made_of["dtype"] = METRICS[name].dtype
+    made_of["source"] = [source_of(f) for f in (METRICS[name].value, surprisal, count_shard)]
     return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
+
+
+def source_of(function: Callable) -> str:
+    """Return the source of a function, and of those in its file that it calls."""
+    function = inspect.unwrap(function)
+    called = [function.__globals__.get(name) for name in function.__code__.co_names]
+    inner = [f for f in called if inspect.isfunction(f) and f.__module__ == function.__module__]
+    return "".join([inspect.getsource(function), *map(source_of, inner)])
 
 
 def index_folder(samples: Samples) -> Path:

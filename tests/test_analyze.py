@@ -13,10 +13,10 @@ import signal
 from collections import Counter
 from contextlib import redirect_stdout
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from itertools import chain
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import call
 
 import numpy as np
 import pytest
@@ -46,8 +46,15 @@ def small(monkeypatch):
 
 def record(monkeypatch, name):
     """Return the list of calls of `count_shard` or `measure_shard`."""
-    monkeypatch.setattr(analyze, name, Mock(wraps=getattr(analyze, name)))
-    return getattr(analyze, name).call_args_list
+    calls, work = [], getattr(analyze, name)
+
+    @wraps(work)
+    def recorded(*args):
+        calls.append(call(*args))
+        return work(*args)
+
+    monkeypatch.setattr(analyze, name, recorded)
+    return calls
 
 
 # ---- values and order
@@ -272,6 +279,8 @@ EDITS = {  # of analyze.py, and the metrics whose values they change
     "np.add.reduceat(nats": ("np.add.reduceat(2 * nats", [*analyze.METRICS][1:]),
     "nats) / scale": ("nats) / 2 / scale", ["length-rarity"]),
     "    return lengths\n": ("    return -lengths\n", ["length"]),
+    "np.bincount(tokens, minlength": ("2 * np.bincount(tokens, minlength", ["rarity"]),
+    "lengths = stop - start": ("lengths = stop - start + 1", ["rarity", "length-rarity"]),
     "SHARD = 1 << 20": ("SHARD = 1 << 21", []),
 }
 
