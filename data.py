@@ -176,7 +176,7 @@ class Samples:
 
         Of CHOICES sets of evenly spaced samples this takes the one that needs as many bits per byte
         as all of them do, when a token's bits only follow from how often it occurs. A trained model
-        then agrees within 0.01, where it is off by 0.05 for a random set (docs/method.md).
+        then finds it as hard as all, within 0.01 bits per byte (docs/method.md).
 
         Args:    byte_lengths (V,) bytes of text in each token
         Returns: spans (n, 2); of every sample if there are no more tokens
