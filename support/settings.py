@@ -19,6 +19,7 @@ command line; flat settings.
 """
 
 import argparse
+import math
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from typing import Any, NamedTuple, TypeVar, get_args
@@ -39,32 +40,27 @@ class Setting(NamedTuple):
     flag: str  # "" if the value follows from other settings, with which it is saved
     help: str
     choices: Choices = ()
-    least: float | None = None
-    above: float | None = None
-    most: float | None = None
-    below: float | None = None
+    least: float = -math.inf
+    above: float = -math.inf
+    most: float = math.inf
+    below: float = math.inf
     free: bool = False  # --resume may change it: it says where or how fast, not what
     without_value: str | None = None  # what the flag alone stands for
 
     def allows(self, value: Value) -> bool:
-        if self.choices:
-            return value in self.choices
-        return (
-            (self.least is None or value >= self.least)
-            and (self.above is None or value > self.above)
-            and (self.most is None or value <= self.most)
-            and (self.below is None or value < self.below)
-        )
+        if self.kind is str:
+            return not self.choices or value in self.choices
+        return self.least <= value <= self.most and self.above < value < self.below
 
     def allowed(self) -> str:
         """Describe the allowed values. Example: at least 0 and below 1"""
-        ends = (
-            ("at least", self.least),
-            ("above", self.above),
-            ("at most", self.most),
-            ("below", self.below),
-        )
-        limits = [f"{words} {limit}" for words, limit in ends if limit is not None]
+        ends = {
+            "at least": self.least,
+            "above": self.above,
+            "at most": self.most,
+            "below": self.below,
+        }
+        limits = [f"{words} {limit}" for words, limit in ends.items() if math.isfinite(limit)]
         return " or ".join(self.choices) or " and ".join(limits)
 
     def default_in_words(self) -> str:
@@ -153,11 +149,7 @@ class RunConfig:
     device: str = free("--device", "auto", "device to compute on", ("auto", "cpu", "cuda", "mps"))
     dtype: str = flag("--dtype", "auto", "auto: bf16 since Ampere", ("auto", "fp32", "bf16"))
     compile: str = free(
-        "--compile",
-        "auto",
-        "compile the blocks; auto: on a GPU",
-        ("auto", "on", "off"),
-        without_value="on",
+        "--compile", "auto", "compile; auto: on a GPU", ("auto", "on", "off"), without_value="on"
     )
     checkpoint_activations: bool = free(
         "--checkpoint-activations", False, "recompute blocks in backward to save memory"
@@ -170,10 +162,7 @@ class RunConfig:
         "--eval-tokens", None, "held-out tokens on the way (default: 3 % of --tokens)", least=1
     )
     final_eval_tokens: int | None = free(
-        "--final-eval-tokens",
-        None,
-        "most held-out tokens at the end (default: --tokens, at most 1M)",
-        least=1,
+        "--final-eval-tokens", None, "held-out, at the end (default: --tokens, up to 1M)", least=1
     )
     checkpoint_every: int | None = free(
         "--checkpoint-every", None, "in tokens; 0: only at the end (default: --tokens / 10)"
@@ -220,9 +209,7 @@ class ModelConfig:
     )
     rope_theta: float = derived(10000.0, "base of the rotary angles")
     rope_scaling: str | None = derived(None, "Llama 3.1's, factor:slow:fast:positions")
-    tied: bool | None = flag(
-        "--tied", None, "tie head and embedding (default: on, not for nano GPT)"
-    )
+    tied: bool | None = flag("--tied", None, "tie head and embedding (default: on, not nano GPT)")
     layers: int | None = flag("--layers", None, "blocks (default: by --size)", least=1, most=4096)
     heads: int | None = flag(
         "--heads", None, "attention heads (default: by --size)", least=1, most=4096
@@ -250,17 +237,12 @@ class OptimConfig:
     micro_batch_size: int | None = free(
         "--micro-batch-size", None, "rows in a rank's forward pass (default: by device)", least=1
     )
-    optimizer: str = flag(
-        "--optimizer", "muon", "muon: for the blocks' matrices", ("adamw", "muon")
-    )
+    optimizer: str = flag("--optimizer", "muon", "muon: for blocks' matrices", ("adamw", "muon"))
     lr: float | None = flag("--lr", None, "peak learning rate (default: by --size)", above=0)
     min_lr: float = flag("--min-lr", 0.0, "final rate, as a share of --lr", least=0, most=1)
     schedule: str = flag("--schedule", "linear", "how the learning rate decays", SCHEDULES)
     lr_clock: str = flag(
-        "--lr-clock",
-        "consumed-tokens",
-        "what the --lr schedule counts",
-        ("consumed-tokens", "layer-tokens"),
+        "--lr-clock", "consumed-tokens", "what --lr follows", ("consumed-tokens", "layer-tokens")
     )
     warmup_tokens: int | None = flag(
         "--warmup-tokens", None, "linear warmup (default: 2 % of --tokens)"
@@ -269,9 +251,7 @@ class OptimConfig:
     beta2: float | None = flag(
         "--beta2", None, "of AdamW (default: 0.95, nano GPT 0.99, BERT 0.999)", least=0, below=1
     )
-    loss_per: str = flag(
-        "--loss-per", "token", "what weighs the same in the loss", ("token", "document")
-    )
+    loss_per: str = flag("--loss-per", "token", "equal weights in the loss", ("token", "document"))
     grad_clip: float = flag("--grad-clip", 1.0, "maximum gradient norm; 0: no clipping", least=0)
 
 
@@ -337,13 +317,23 @@ def swiglu_width(width: int) -> int:
 
 # ---- the command line
 
+OTHER_NAMES = {  # our flag -> what other trainers call it
+    "--tokens, which counts tokens": "--epochs --num-train-epochs --max-steps --max-iters",
+    "--batch-tokens, which counts tokens": "--batch-size --global-batch-size",
+    "--seq-len": "--seq-length --block-size --context-length --max-length",
+    "--layers": "--n-layer --num-layers --num-hidden-layers --depth",
+    "--width": "--n-embd --hidden-size --d-model",
+    "--lr": "--learning-rate",
+}
+
 
 def parse(config_class: type, argv: list[str], prog: str, description: str) -> Flat:
     """Parse and check a command line; return only the settings it gives.
 
     Raises: ValueError for an unknown flag or a value that is not allowed
     """
-    parser = Parser(prog=prog, description=description)
+    other_names = {name: ours for ours, names in OTHER_NAMES.items() for name in names.split()}
+    parser = Parser(other_names, prog=prog, description=description)
     groups = {group.name: parser.add_argument_group(group.name) for group in fields(config_class)}
     for name, setting in settings_of(config_class).items():
         if not setting.flag:
