@@ -95,27 +95,26 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:
         hint = "see --help"
-        pattern = r"(?:argument (\S+): invalid choice: '|unrecognized arguments: )([^' ]+)"
+        pattern = r"(?:argument (\S+): [a-z ]+:? '|unrecognized arguments: )([^' ]+)"
         if wrong := re.match(pattern, message):
-            hint = self.hint(wrong[1], wrong[2])
+            hint = self.hint(wrong[1], wrong[2].partition("=")[0])
         raise ValueError(f"{message} ({hint})")
 
     def hint(self, flag: str | None, word: str) -> str:
-        """Say what an unknown word probably means; a flag if it was meant as its value."""
-        flags, known = self._option_string_actions, dict(self.other_names)
+        """Say what a wrong word probably means; a flag if it was read as its value."""
+        flags, known = self._option_string_actions, {}
+        if flag not in flags and not word.startswith("-"):
+            return "a value is one word, and a switch such as --pack takes none"
+        if ours := self.other_names.get(word.replace("_", "-")):
+            return f"did you mean {ours}?"
         # If several flags have the same choice, the one before the word comes last and stays.
         for name, action in sorted(flags.items(), key=lambda item: item[0] == flag):
             known |= {name: name} | {
                 str(value): f"{name} {value}" for value in action.choices or ()
             }
-        if meant := get_close_matches(word.partition("=")[0], known, 1, cutoff=0.75):
+        if meant := get_close_matches(word, known, 1, cutoff=0.75):
             return f"did you mean {known[meant[0]]}?"
-        if flag == "--resume":
-            return f"did you mean --resume --out {word}?"
-        is_value = flag is None and not word.startswith("-")
-        return (
-            "a number has no spaces, a switch such as --pack no value" if is_value else "see --help"
-        )
+        return f"did you mean --resume --out {word}?" if flag == "--resume" else "see --help"
 
 
 # ---- signals

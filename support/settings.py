@@ -49,7 +49,7 @@ class Setting(NamedTuple):
 
     def allows(self, value: Value) -> bool:
         if self.kind is str:
-            return not self.choices or value in self.choices
+            return value in self.choices if self.choices else value != ""
         return self.least <= value <= self.most and self.above < value < self.below
 
     def allowed(self) -> str:
@@ -61,7 +61,7 @@ class Setting(NamedTuple):
             "below": self.below,
         }
         limits = [f"{words} {limit}" for words, limit in ends.items() if math.isfinite(limit)]
-        return " or ".join(self.choices) or " and ".join(limits)
+        return " or ".join(self.choices) or " and ".join(limits) or "a word, not empty"
 
     def default_in_words(self) -> str:
         if isinstance(self.default, bool):
@@ -319,9 +319,9 @@ def swiglu_width(width: int) -> int:
 
 OTHER_NAMES = {  # our flag -> what other trainers call it
     "--tokens, which counts tokens": "--epochs --num-train-epochs --max-steps --max-iters",
-    "--batch-tokens, which counts tokens": "--batch-size --global-batch-size",
+    "--batch-tokens, which counts tokens": "--batch-size --gradient-accumulation-steps",
     "--seq-len": "--seq-length --block-size --context-length --max-length",
-    "--layers": "--n-layer --num-layers --num-hidden-layers --depth",
+    "--layers": "--n-layer --n-layers --num-layers --num-hidden-layers --depth",
     "--width": "--n-embd --hidden-size --d-model",
     "--lr": "--learning-rate",
 }
