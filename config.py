@@ -37,7 +37,7 @@ from model import TransformerConfig
 from offload import OffloadConfig
 from packing import PackConfig
 from pseudo import PseudoConfig
-from support.run import Started, newest_run, started_with
+from support.run import Started, check_out, newest_run, started_with
 from support.settings import (
     BLOCKS,
     SIZES,
@@ -83,6 +83,8 @@ def parse_or_resume(argv: list[str]) -> tuple[Config, Started | None]:
             which = "last"
             given.pop("model.init", None)  # it only matters to the command that started the run
     if which is None:
+        if not given.get("run.dry_run"):
+            check_out(given.get("run.out"))
         return build(with_settings_of_init(given), file=given.get("model.init", "")), None
     started = started_with(Path(given["run.out"]) if "run.out" in given else newest_run())
     given["run.resume"] = which
@@ -106,9 +108,7 @@ def resumed(saved: Flat, given: Flat) -> Flat:
             now = as_given(setting.flag, value)
             raise ValueError(f"{now} differs from {before}, with which the run was started")
     # when a technique is switched off now, drop its other settings too
-    off = {name for name, value in given.items() if name.endswith(".on") and not value}
-    merged = saved | given
-    return {n: v for n, v in merged.items() if n in given or f"{n.split('.')[0]}.on" not in off}
+    return {n: v for n, v in (saved | given).items() if n in given or not is_off(n, given)}
 
 
 def build(flat: Flat, will_run: bool = True, file: str = "") -> Config:
@@ -117,6 +117,8 @@ def build(flat: Flat, will_run: bool = True, file: str = "") -> Config:
     Args: will_run False to read the settings of a past run: combinations are not checked again
           file     where the settings come from, for messages
     """
+    # An old run also has the settings of techniques that a fork has deleted since then.
+    flat = {n: v for n, v in flat.items() if n in settings_of(Config) or not is_off(n, flat)}
     check_limits(Config, flat, file)
     settings = unflattened(Config, with_defaults(flat))
     model, seq_len = settings.model, settings.data.seq_len
@@ -131,6 +133,12 @@ def build(flat: Flat, will_run: bool = True, file: str = "") -> Config:
     if will_run:
         check(settings)
     return settings
+
+
+def is_off(name: str, flat: Flat) -> bool:
+    """Whether a setting belongs to a technique that these settings switch off."""
+    group = name.partition(".")[0]
+    return flat.get(f"{group}.on") is False or flat.get(f"{group}.metric") == "none"
 
 
 def shared_by_ranks(settings: Config) -> Flat:

@@ -22,6 +22,7 @@ with --dropout, whose masks are drawn for each micro-batch). One step, in the or
 
 import math
 import os
+import shutil
 import signal
 import sys
 import textwrap
@@ -101,6 +102,7 @@ def run_training(run: Run, data: Data, micro_batch: int) -> int:
     Returns: the exit status
     """
     settings, runtime = run.settings, run.runtime
+    compiled = is_compiled(settings, runtime)
     shape = config.transformer_config(settings, *run.size)
     plan = Plan(settings, data.store, config.task_of(settings, data.encoding), runtime, shape)
     state = run.restore() if run.started else None
@@ -112,7 +114,7 @@ def run_training(run: Run, data: Data, micro_batch: int) -> int:
         muon = settings.optim.optimizer == "muon"
         offload.preview(settings.offload, models, runtime, muon)
     announce(plan, run, models, micro_batch)
-    if is_compiled(settings, runtime):
+    if compiled:
         runtime.say("compile: blocks are compiled as their shapes come, which takes seconds")
     if settings.run.dry_run:
         return 0
@@ -233,8 +235,10 @@ def finish(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> None:
     # With --fsdp every rank takes part, because the weights are gathered from all of them.
     if settings.model.model == "gpt" and (runtime.is_rank0 or settings.run.fsdp):
         random = generator(torch.device("cpu"), settings.run.seed, "sample")
-        # Not compiled: the row grows token by token, and every new length would compile again.
-        with runtime.autocast(), torch.compiler.set_stance("force_eager"):
+        compiled = is_compiled(settings, runtime)
+        # The row grows token by token, and every new length would compile again.
+        eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+        with runtime.autocast(), eager:
             text = "".join(
                 sample.continue_text(model, data.encoding, "", SAMPLE_TOKENS, generator=random)
             )
@@ -352,8 +356,14 @@ def assemble(
 
 
 def is_compiled(settings: Config, runtime: Runtime) -> bool:
-    """Whether blocks are compiled: by default on a GPU where Triton works."""
+    """Whether blocks are compiled: by default on a GPU where Triton works.
+
+    Raises: ValueError naming --compile if this machine lacks the compiler that a CPU needs
+    """
     asked, kind = settings.run.compile, runtime.device.type
+    # $CXX or g++, as in torch/_inductor/config.py
+    if asked == "on" and kind == "cpu" and not shutil.which(os.environ.get("CXX", "g++")):
+        raise ValueError("--compile on: torch needs a C++ compiler here: install g++, or set CXX")
     return asked == "on" or (asked == "auto" and kind == "cuda" and why_not(kind) is None)
 
 

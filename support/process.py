@@ -21,6 +21,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TextIO
 
+# Every command imports this file before any other of ours that Windows cannot import.
+if sys.platform == "win32":
+    sys.exit("error: Windows lacks the file locks and signals that this code needs: use WSL")
+
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -53,7 +57,8 @@ def exit_cleanly(main: Callable[[], int | None]) -> None:
         if int(os.environ.get("RANK", 0)) == 0:
             print_line(f"error: {one_line(error)}", sys.stderr)
         else:
-            time.sleep(0.5)  # torchrun kills rank 0 soon after this one exits: let it print first
+            # torchrun kills rank 0 soon after this one exits: let it start, and print first.
+            time.sleep(10 if "TORCHELASTIC_RUN_ID" in os.environ else 0.5)
         status = 2
     print_line("", sys.stdout, end="")  # what is still in the buffer
     if dist.is_initialized() or status == 130:
@@ -102,18 +107,37 @@ def printable(text: str, kept: str = "") -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises one-line errors for `exit_cleanly` and does not print the usage."""
+    """A parser that raises one-line errors for `exit_cleanly` and does not print the usage.
 
-    def __init__(self, **options: object):
+    Args: other_names {what another program calls a flag: our flag}, for hints
+    """
+
+    def __init__(self, other_names: dict[str, str] | None = None, **options: object):
         super().__init__(allow_abbrev=False, **options)
+        self.other_names = other_names or {}
 
     def error(self, message: str) -> None:
         hint = "see --help"
-        if wrong := re.search(r"arguments: (--[\w-]+)|invalid choice: '([^']*)'", message):
-            known = [w for a in self._actions for w in (*a.option_strings, *(a.choices or ()))]
-            if meant := get_close_matches(wrong[1] or wrong[2], map(str, known), 1, cutoff=0.75):
-                hint = f"did you mean {meant[0]}?"
+        pattern = r"(?:argument (\S+): [a-z ]+:? '|unrecognized arguments: )([^' ]+)"
+        if wrong := re.match(pattern, message):
+            hint = self.hint(wrong[1], wrong[2].partition("=")[0])
         raise ValueError(f"{message} ({hint})")
+
+    def hint(self, flag: str | None, word: str) -> str:
+        """Say what a wrong word probably means; a flag if it was read as its value."""
+        flags, known = self._option_string_actions, {}
+        if flag not in flags and not word.startswith("-"):
+            return "a value is one word, and a switch such as --pack takes none"
+        if ours := self.other_names.get(word.replace("_", "-")):
+            return f"did you mean {ours}?"
+        # If several flags have the same choice, the one before the word comes last and stays.
+        for name, action in sorted(flags.items(), key=lambda item: item[0] == flag):
+            known |= {name: name} | {
+                str(value): f"{name} {value}" for value in action.choices or ()
+            }
+        if meant := get_close_matches(word, known, 1, cutoff=0.75):
+            return f"did you mean {known[meant[0]]}?"
+        return f"did you mean --resume --out {word}?" if flag == "--resume" else "see --help"
 
 
 # ---- signals

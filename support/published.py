@@ -11,7 +11,7 @@ All names are in the tables GPT2_LAYOUT, BERT_LAYOUT and LLAMA_LAYOUT. Besides n
     BERT    token type 0 is added to every position, because our rows are one segment
     Llama   rotary positions rotate a head's halves against each other, ours neighbours: rows
             0 1 2 3 of queries and keys in a head of width 4 become rows 0 2 1 3
-    nanoGPT GPT-2's names, our order (out, in), and the exact GELU
+    nanoGPT GPT-2's names, our order (out, in), and the exact GELU; biases that it lacks are zeros
 
 Nothing is downloaded, guessed, cropped or padded: an entry that does not fit is an error. In
 reading order: settings, weights, layouts, safetensors. support/weights.py uses them for --init and
@@ -85,7 +85,8 @@ def config_in(path: str | Path) -> dict[str, Any]:
     config = saved_in(file) if file.exists() else {}
     if args := saved_in(path).get("model_args"):
         like_gpt2 = {"model_type": "gpt2", "activation_function": "gelu"}
-        config = {**like_gpt2, "n_positions": args["block_size"], **args}
+        # `entries_in` adds the biases that are not there
+        config = {**like_gpt2, "n_positions": args["block_size"], **args, "bias": True}
     config |= config.get("rope_scaling") or config.get("rope_parameters") or {}
     return {key: value for key, value in config.items() if value is not None}
 
@@ -179,6 +180,7 @@ def entries_in(path: str | Path) -> dict[str, Tensor]:
     """Read the entries by their newer names; transpose nanoGPT's matrices to be GPT-2's."""
     saved = saved_in(path)
     is_nanogpt = "model_args" in saved
+    lacks_biases = is_nanogpt and not saved["model_args"].get("bias", True)
     entries = {}
     for key, value in (saved["model"] if is_nanogpt else saved).items():
         name = PREFIX.sub("", str(key)).replace(".gamma", ".weight").replace(".beta", ".bias")
@@ -188,6 +190,8 @@ def entries_in(path: str | Path) -> dict[str, Tensor]:
             raise ValueError(f"--init {path}: {key} occurs twice or is not a floating-point tensor")
         to_transpose = is_nanogpt and name.startswith("h.") and value.dim() == 2
         entries[name] = value.T if to_transpose else value
+        if lacks_biases and name.startswith(("h.", "ln_f.")):
+            entries[name.replace(".weight", ".bias")] = torch.zeros(len(value))
     return entries
 
 
@@ -198,6 +202,8 @@ IN_A_FOLDER = [f"{name}{end}" for name in FILES for end in (".index.json", "")] 
 def saved_in(path: str | Path) -> dict[str, Any]:
     """Load a file, or the published weights in a folder, without running any code from it."""
     path = Path(path)
+    if not path.exists():
+        raise ValueError(f"--init {path}: not found; name weights on disk: nothing is downloaded")
     if path.is_dir():
         path = next((path / name for name in IN_A_FOLDER if (path / name).exists()), path)
     with open(path, "rb") as file:

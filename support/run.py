@@ -414,12 +414,21 @@ def new_folder(out: str | None, stem: str) -> Path:
             with suppress(FileExistsError):
                 folder.mkdir(parents=True)
                 return folder
+    check_out(out)  # again, because another run may have taken it
     folder = Path(out)
-    # Hidden names do not count: a run killed while it started may have left one.
-    if folder.exists() and (not folder.is_dir() or any(folder.glob("[!.]*"))):
-        raise ValueError(f"--out {folder} is not an empty folder: name a new one, or add --resume")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def check_out(out: str | None) -> None:
+    """Refuse a folder for a new run that holds files or cannot be made; None stands for runs/."""
+    folder = Path(out or "runs")
+    # Hidden names do not count: a run killed while it started may have left one.
+    if out and folder.exists() and (not folder.is_dir() or any(folder.glob("[!.]*"))):
+        raise ValueError(f"--out {folder} is not an empty folder: name a new one, or add --resume")
+    above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not os.access(above, os.W_OK):
+        raise ValueError(f"--out: {above} is read-only: name a folder elsewhere")
 
 
 def provenance() -> dict[str, str]:

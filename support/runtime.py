@@ -32,6 +32,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # longest healthy wait is for rank 0 to write a checkpoint: 16 GB (1.3B with AdamW) at 100 MB/s take
 # 160 s.
 TIMEOUT = timedelta(minutes=5)
+# How long ranks wait until all have started, on one machine, where they start together. On several
+# it is TIMEOUT.
+MEETING = timedelta(minutes=1)
 Value = TypeVar("Value")
 
 
@@ -59,6 +62,8 @@ def start(device: str, dtype: str, timeout: timedelta | None = None) -> "Runtime
     if world_size > 1 and not dist.is_initialized():
         join_ranks(rank, world_size, chosen, timeout or TIMEOUT)
     asked = "auto" if device == "auto" else "as asked"
+    if kind == "mps":
+        asked += ", untried: nobody has trained on one yet"
     ranks = f"{world_size} processes" if world_size > 1 else "one process"
     why = f"{kind} ({asked}), {dtype}, {ranks}, {torch.get_num_threads()} threads"
     if kind == "cuda":
@@ -76,8 +81,8 @@ def start(device: str, dtype: str, timeout: timedelta | None = None) -> "Runtime
 
 
 def choose_device(name: str) -> torch.device:
-    """Return this rank's device; auto takes a GPU if there is one."""
-    is_here = {"cuda": torch.cuda.is_available(), "mps": torch.mps.is_available(), "cpu": True}
+    """Return this rank's device; auto takes a CUDA GPU if there is one, else the CPU."""
+    is_here = {"cuda": torch.cuda.is_available(), "cpu": True, "mps": torch.mps.is_available()}
     found = [kind for kind in is_here if is_here[kind]]
     kind = found[0] if name == "auto" else name
     if kind not in found:
@@ -86,17 +91,23 @@ def choose_device(name: str) -> torch.device:
 
 
 def join_ranks(rank: int, world_size: int, device: torch.device, timeout: timedelta) -> None:
-    # torchrun keeps this store when it restarts ranks, with the addresses of the dead ones, so
-    # every attempt gets a prefix.
-    store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    meeting = MEETING if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost") else TIMEOUT
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    dist.init_process_group(
-        store=dist.PrefixStore(f"attempt {attempt}", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-        **group_of(device),
-    )
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=meeting))
+        dist.init_process_group(
+            # torchrun keeps this store when it restarts ranks, with the addresses of the dead ones,
+            # so every attempt gets a prefix.
+            store=dist.PrefixStore(f"attempt {attempt}", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            **group_of(device),
+        )
+    except dist.DistError as error:
+        sys.exit(
+            f"error: rank {rank} waits for all {world_size} ranks no longer: {one_line(error)}"
+        )
 
 
 def group_of(device: torch.device) -> dict[str, str | torch.device]:
@@ -182,20 +193,29 @@ class Runtime:
         return values
 
     def on_rank0(self, action: Callable[[], Value]) -> Value:
-        """Run `action` on rank 0 only. Every rank gets its result, or its error as a ValueError."""
-        results = [result_of(action) if self.is_rank0 else None]
+        """Run `action` on rank 0 only. Every rank gets its result; errors as in `on_all_ranks`."""
+        results = [self.on_all_ranks(action if self.is_rank0 else lambda: None)]
         if self.world_size > 1:
             dist.broadcast_object_list(results)
-        if isinstance(results[0], ValueError):
-            raise results[0]
         return results[0]
 
     def on_all_ranks(self, action: Callable[[], Value]) -> Value:
-        """Run `action` on every rank; if it fails on any, every rank raises that ValueError."""
-        result = result_of(action)
-        for error in self.gather(result if isinstance(result, ValueError) else None):
-            if error:
-                raise error
+        """Run `action` on every rank; if it fails on any, no rank goes on.
+
+        A user's mistake on any rank is raised on all, as a ValueError. Any other error is raised
+        where it happened, with its traceback, and as a ValueError on the others.
+        """
+        mistake = None
+        try:
+            result = action()
+        except MISTAKES as error:
+            mistake = one_line(error)
+        except Exception as error:
+            self.gather(f"rank {self.rank} failed: {type(error).__name__}: {one_line(error)}")
+            raise
+        for line in self.gather(mistake):
+            if line is not None:
+                raise ValueError(line)
         return result
 
     def on_each_machine(self, action: Callable[[], None]) -> None:
@@ -215,14 +235,6 @@ class Runtime:
     def say(self, line: str) -> None:
         if self.is_rank0:
             print_line(line, sys.stdout)
-
-
-def result_of(action: Callable[[], Value]) -> Value | ValueError:
-    """Run an action; return its result, or the user's mistake as an error to send to all ranks."""
-    try:
-        return action()
-    except MISTAKES as error:
-        return ValueError(one_line(error))
 
 
 @contextmanager

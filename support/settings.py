@@ -51,7 +51,7 @@ class Setting(NamedTuple):
         if not isinstance(value, (int, float) if self.kind is float else self.kind):
             return False
         if self.kind is str:
-            return value in self.choices or not self.choices
+            return value in self.choices if self.choices else value != ""
         return self.least <= value <= self.most and self.above < value < self.below
 
     def allowed(self) -> str:
@@ -309,13 +309,23 @@ def swiglu_width(width: int) -> int:
 
 # ---- the command line
 
+OTHER_NAMES = {  # our flag -> what other trainers call it
+    "--tokens, which counts tokens": "--epochs --num-train-epochs --max-steps --max-iters",
+    "--batch-tokens, which counts tokens": "--batch-size --gradient-accumulation-steps",
+    "--seq-len": "--seq-length --block-size --context-length --max-length",
+    "--layers": "--n-layer --n-layers --num-layers --num-hidden-layers --depth",
+    "--width": "--n-embd --hidden-size --d-model",
+    "--lr": "--learning-rate",
+}
+
 
 def parse(config_class: type, argv: list[str], prog: str, description: str) -> Flat:
     """Parse and check a command line; return only the settings it gives.
 
     Raises: ValueError for an unknown flag or a value that is not allowed
     """
-    parser = Parser(prog=prog, description=description)
+    other_names = {name: ours for ours, names in OTHER_NAMES.items() for name in names.split()}
+    parser = Parser(other_names, prog=prog, description=description)
     groups = {group.name: parser.add_argument_group(group.name) for group in fields(config_class)}
     for name, setting in settings_of(config_class).items():
         if not setting.flag:

@@ -1,5 +1,6 @@
 """The command line: types, refusals, settings of resumed runs, and how many flags there are."""
 
+import os
 import re
 from collections import Counter
 
@@ -109,6 +110,29 @@ def test_a_run_resumes_only_with_the_flags_it_was_started_with():
         assert re.match(f"{other} differs from {began}, with which", message)
     moved = {"run.out": "elsewhere", "data.data": "moved"}
     assert resumed(saved, moved) == saved | moved, "paths may change"
+
+
+def test_old_settings_of_a_deleted_technique_are_ignored_if_it_was_off():
+    saved = flattened(build("--layers 3"))
+    for off in ({"gone.on": False}, {"gone.metric": "none"}):
+        assert config.build(saved | off | {"gone.start": 5}, file="config.json") == build(
+            "--layers 3"
+        )
+    for on in ({"gone.on": True}, {"gone.share": 0.5}):
+        assert f"config.json: {next(iter(on))} is not" in refusal(
+            config.build, saved | on, file="config.json"
+        )
+
+
+def test_a_folder_for_a_new_run_is_refused_before_anything_is_printed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    for flags in ("--out .", "--out file"):
+        assert "is not an empty folder" in refusal(config.parse_or_resume, flags.split())
+    config.parse_or_resume(["--out", ".", "--dry-run"])
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    for flags in ("", "--out a/b"):
+        assert f"--out: {tmp_path} is read-only" in refusal(config.parse_or_resume, flags.split())
 
 
 @pytest.mark.structure

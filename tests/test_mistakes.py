@@ -20,6 +20,16 @@ TRAIN = f"train {SMALL} --data S --out new"
 CASES = {  # command -> part of its message
     # flags
     "train --colour red": "unrecognized arguments: --colour red (see --help)",
+    "train --model llama": "did you mean --block llama?",
+    "train --epochs 3": "did you mean --tokens, which counts tokens?",
+    "train --batch_size=8": "did you mean --batch-tokens, which counts tokens?",
+    "train --resume runs/x": "did you mean --resume --out runs/x?",
+    "train --tokens 50 K": "K (a value is one word, and a switch such as --pack takes none)",
+    "train --pack on": "and a switch such as --pack takes none",
+    "train --pack=true": "and a switch such as --pack takes none",
+    "train --out=": "--out must be a word, not empty, got : folder for",
+    "train --vocab-size 9": "--vocab-size 9 (see --help)",
+    "evaluate R --batch-size 8": "--batch-size 8 (see --help)",
     "train --tokens many": "--tokens: many is not a whole number",
     f"{TRAIN} --ltd-start 64": "--ltd-start 64 has no effect without --ltd: add it",
     f"{TRAIN} --nsp": "--nsp needs a BERT: add --model bert",
@@ -30,12 +40,13 @@ CASES = {  # command -> part of its message
     f"{TRAIN} --fsdp --offload": "--offload",
     f"{TRAIN} --model bert --tokenizer gpt2": "gpt2",
     # the machine
+    f"{TRAIN} --device cpu --compile on": "--compile on: torch needs a C++ compiler",
     f"{TRAIN} --device cuda": "--device cuda: torch finds only cpu here",
     # files
     f"{TRAIN} --data nowhere": "nowhere: not a token store: make one with prepare.py",
     f"{TRAIN} --data words.txt": "words.txt: not a token store",
     f"{TRAIN} --data S --tokenizer pd4k": "S: made with tokenizer bytes",
-    f"{TRAIN} --init nowhere.pt": "nowhere.pt",
+    f"{TRAIN} --init gpt2": "--init gpt2: not found; name weights on disk: nothing is downloaded",
     f"{TRAIN} --init R --layers 3": "is a model with --layers 4, not --layers 3",
     # runs
     f"train {SMALL} --data S --out R": "--out R is not an empty folder: name a new one",
@@ -79,6 +90,7 @@ def test_a_mistake_is_one_line_and_status_2_and_writes_nothing(line, place, monk
     if "cuda" in line and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     monkeypatch.chdir(place)
+    monkeypatch.setenv("CXX", "no-compiler")
     before = {path: path.stat().st_mtime_ns for path in Path().rglob("*") if path.is_file()}
     command, *flags = line.split()
     main = importlib.import_module(command).main

@@ -8,6 +8,7 @@ rank, the test ends with its traceback.
 """
 
 import errno
+import importlib
 import json
 import math
 import os
@@ -45,6 +46,7 @@ from model import Batch, Transformer, TransformerConfig, run_plain, run_recomput
 from support import checkpoint, fsdp, process
 from support import runtime as runtimes
 from support.optim import Optimizers
+from support.process import ROOT
 from support.runtime import Runtime, start
 from support.store import Store
 from support.tokenizer import byte_lengths, get_encoding
@@ -58,6 +60,46 @@ def test_start_names_the_device_and_dtype_and_autocasts_only_in_bf16():
     assert "cpu (as asked), fp32" in chosen.why
     assert not chosen.autocast()._enabled
     assert start("cpu", "bf16").autocast()._enabled
+
+
+def test_mps_is_only_taken_if_asked_for_and_called_untried(monkeypatch):
+    monkeypatch.setattr(torch.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert start("auto", "auto").device.type == "cpu"
+    assert "mps (as asked, untried" in start("mps", "auto").why
+
+
+OF_LINUX = "sched_getaffinity posix_fadvise posix_fallocate memfd_create copy_file_range"
+
+
+def test_a_run_needs_nothing_that_linux_alone_has(run, monkeypatch):
+    for name in OF_LINUX.split():
+        monkeypatch.delattr(os, name)
+    monkeypatch.setattr(process, "Path", lambda file: Path(f"/nowhere{file}"))  # no /proc
+    monkeypatch.setattr(process.platform, "libc_ver", lambda: ("", ""))
+    monkeypatch.setattr(process.ctypes, "CDLL", Mock(side_effect=AssertionError))
+    assert process.host_free() is None
+    assert run("--micro-batch-size 2")[-1]["event"] == "finished"
+
+
+COMMANDS = "train prepare evaluate sample report analyze packing support.weights"
+
+
+def import_on_windows(command: str) -> None:
+    ours = [name for name, m in sys.modules.items() if str(ROOT) in str(getattr(m, "__file__", ""))]
+    for name in ours:
+        del sys.modules[name]
+    sys.modules["fcntl"], sys.platform = None, "win32"
+    importlib.import_module(command)
+
+
+@pytest.mark.parametrize("command", COMMANDS.split())
+def test_on_windows_a_command_says_to_use_wsl(command, capfd):
+    child = get_context("fork").Process(target=import_on_windows, args=(command,))
+    child.start()
+    child.join()
+    said = capfd.readouterr().err
+    assert "use WSL" in said and said.count("\n") == 1
 
 
 @pytest.fixture
@@ -127,6 +169,24 @@ def test_ranks_communicate_by_nccl_on_gpus_and_by_gloo_on_the_host(gpu, monkeypa
     assert asked["backend"] == "cpu:gloo,cuda:nccl"
 
 
+def test_ranks_that_never_meet_end_with_one_line_after_a_minute(monkeypatch):
+    asked = {}
+
+    def rendezvous(url, **options):
+        asked.update(options)
+        raise dist.DistStoreError("1/2 clients joined")
+
+    monkeypatch.setattr(dist, "rendezvous", rendezvous)
+    for address, seconds in (("127.0.0.1", 60), ("node-7", 300)):
+        for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": address}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(
+            SystemExit, match=r"^error: rank 1 .* all 2 ranks .*: 1/2 clients joined$"
+        ):
+            start("cpu", "fp32")
+        assert asked["timeout"].seconds == seconds
+
+
 # --- how a command ends
 
 ENDS = {  # what main raises or returns, exit status, output
@@ -159,8 +219,11 @@ def test_the_exit_status_and_message_follow_from_how_main_ends(does, status, sai
 def test_misspelled_flags_get_a_suggestion():
     parser = process.Parser()
     parser.add_argument("--curriculum", choices=["124M", "350M"])
-    for line, meant in (("--curiculum x", "--curriculum"), ("--curriculum 124m", "124M")):
-        assert f"did you mean {meant}" in refusal(parser.parse_args, line.split())
+    for line, meant in (
+        ("--curiculum x", "--curriculum"),
+        ("--curriculum 124m", "--curriculum 124M"),
+    ):
+        assert f"did you mean {meant}?" in refusal(parser.parse_args, line.split())
     assert "see --help" in refusal(parser.parse_args, ["--loudness"])
 
 
@@ -443,6 +506,19 @@ def check_resuming(runtime: Runtime, folder: Path) -> None:
         assert close([trained.step(step)[0] for step in (1, 2)], losses)
 
 
+def check_errors(runtime: Runtime) -> None:
+    """An error that is no user's mistake ends every rank, and keeps its kind where it happened."""
+    for failing, act in ((0, runtime.on_rank0), (1, runtime.on_all_ranks)):
+        fails = runtime.rank == failing
+        ends = (
+            (KeyError, "loss")
+            if fails
+            else (ValueError, f"rank {failing} failed: KeyError: 'loss'")
+        )
+        with pytest.raises(ends[0], match=ends[1]):
+            act(lambda fails=fails: {}["loss"] if fails else None)
+
+
 def check_freed_memory_is_kept() -> None:
     """Count page faults of two steps before and after telling glibc to keep freed memory."""
 
@@ -470,6 +546,7 @@ def check_all(arguments: list[str]) -> None:
             check_steps(runtime, build)
         check_nonfinite_gradients(runtime)
         check_drift(runtime)
+        check_errors(runtime)
         check_bf16(runtime)
         check_failing_saves(runtime, folder.with_name("failing"))
     dist.destroy_process_group()

@@ -4,6 +4,7 @@ import math
 import os
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import Mock
@@ -17,6 +18,7 @@ from evaluate import Evaluation
 from model import Transformer
 from support import checkpoint
 from support.numbers import short
+from support.process import ROOT
 
 LINE = (
     "step consumed_tokens real_tokens layer_tokens loss lr max_piece_len kept_tokens padding_share"
@@ -65,6 +67,17 @@ def test_without_a_terminal_a_run_prints_a_line_when_it_is_due(run, monkeypatch,
     run("--tokens 512 --layers 1")
     line = r"^step 1: 256 of 512 tokens, loss \d.\d+, about \d+.\d s left$"
     assert re.search(line, capsys.readouterr().out, re.M)
+
+
+NO_COMPILER = (
+    "import sys, train; train.main(sys.argv[1:]); assert 'torch._dynamo' not in sys.modules"
+)
+
+
+def test_a_run_that_compiles_nothing_does_not_import_the_compiler(store_dir, tmp_path):
+    """The import takes one to two seconds."""
+    argv = flags_for(store_dir, tmp_path / "run", f"{SHORT} --layers 1")
+    subprocess.run([sys.executable, "-c", NO_COMPILER, *argv], cwd=ROOT, check=True)
 
 
 def test_a_run_learns(log_of):

@@ -397,14 +397,19 @@ def test_every_key_that_transformers_writes_is_known(name, tmp_path):
     assert published.settings_in(folder_of(about, tmp_path))["data.seq_len"] > 500
 
 
-def test_nanogpts_file_loads_with_its_exact_gelu(tmp_path):
-    """Its matrices are (out, in), and the tied head is repeated."""
+@pytest.mark.parametrize("bias", [True, False])
+def test_nanogpts_file_loads_with_its_exact_gelu(bias, tmp_path):
+    """Its matrices are (out, in), and the tied head is repeated; without biases they are zeros."""
     entries = gpt_file(prefix="")
-    turned = {n: x.T if n[:2] == "h." and x.dim() == 2 else x for n, x in entries.items()}
+    if not bias:
+        zeros = {n: torch.zeros_like(x) for n, x in entries.items() if n.endswith(".bias")}
+        entries |= zeros
+    held = {n: x for n, x in entries.items() if bias or not n.endswith(".bias")}
+    turned = {n: x.T if n[:2] == "h." and x.dim() == 2 else x for n, x in held.items()}
     saved = {f"_orig_mod.transformer.{name}": value for name, value in turned.items()}
     saved["_orig_mod.lm_head.weight"] = entries["wte.weight"]
     args = dict(n_layer=LAYERS, n_head=HEADS, n_embd=C, block_size=SEQ_LEN, vocab_size=VOCAB)
-    args |= dict(bias=True, dropout=0.0)
+    args |= dict(bias=bias, dropout=0.0)
     path = save({"model": saved, "model_args": args, "iter_num": 3, "config": {}}, tmp_path)
     settings = config.parse_or_resume(["--init", str(path)])[0]
     shape = config.transformer_config(settings, VOCAB, SEQ_LEN)
@@ -535,7 +540,7 @@ def test_init_is_read_until_there_is_a_checkpoint(begin, store_dir, tmp_path, ca
     newest(tmp_path / "new").unlink()
     assert train.main(["--resume", "--out", "new"]) == 0
     assert metrics(read_log(tmp_path / "new")) == whole
-    with pytest.raises(FileNotFoundError, match=source.name):
+    with pytest.raises(ValueError, match=source.name):
         train.main(["--resume", "--out", "late"])
 
 
