@@ -27,7 +27,7 @@ CASES = {  # command -> part of its message
     "train --tokens 50 K": "K (a value is one word, and a switch such as --pack takes none)",
     "train --pack on": "and a switch such as --pack takes none",
     "train --pack=true": "and a switch such as --pack takes none",
-    "train --out=": "--out must be a word, not empty, got : folder for",
+    "train --out=": "--out must be a str, not empty, got '': folder for",
     "train --vocab-size 9": "--vocab-size 9 (see --help)",
     "evaluate R --batch-size 8": "--batch-size 8 (see --help)",
     "train --tokens many": "--tokens: many is not a whole number",

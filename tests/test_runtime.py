@@ -206,7 +206,8 @@ def status_of(does: object) -> int:
             raise does
         return does
 
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit) as end, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "_exit", sys.exit)
         process.exit_cleanly(main)
     return end.value.code
 
