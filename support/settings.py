@@ -63,7 +63,8 @@ class Setting(NamedTuple):
             ("below", self.below),
         )
         limits = [f"{words} {limit}" for words, limit in ends if isfinite(limit)]
-        return " or ".join(self.choices) or " and ".join(limits) or f"a {self.kind.__name__}, not empty"
+        kind = f"a {self.kind.__name__}, not empty"
+        return " or ".join(self.choices) or " and ".join(limits) or kind
 
     def default_in_words(self) -> str:
         if isinstance(self.default, bool):
