@@ -150,13 +150,12 @@ class Evaluation:
         self, name: str, store: Store, weight: float, tokens: int | None
     ) -> HeldOutText:
         samples = Samples(store, self.task.evaluated, self.seq_len, "val")
-        offsets = store.offsets[samples.documents.start : samples.documents.stop + 1]
 
         def pack(pieces: np.ndarray, special_tokens: int) -> PackedText:
             lengths = pieces["stop"] - pieces["start"] + special_tokens
             packs = pack_lengths(lengths, self.seq_len)
             rows = Rows(pieces[packs.items], packs.offsets)
-            document = np.searchsorted(offsets, rows.pieces["start"], side="right") - 1
+            document = np.searchsorted(samples.offsets, rows.pieces["start"], "right") - 1
             return PackedText(rows, document)
 
         spans, pairs = samples.as_hard_as_all(tokens or samples.tokens, self.byte_lengths), None

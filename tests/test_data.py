@@ -1,8 +1,6 @@
 """From documents to batches: the example in the heads of data.py and plan.py, samples, and rows."""
 
-import os
 import re
-import shutil
 from dataclasses import replace
 from itertools import pairwise
 
@@ -15,11 +13,9 @@ from small_stores import BYTES_END as END
 from small_stores import TOY, in_memory
 from test_plan import plan
 
-import data
 from data import GptTask, Rows, Samples, as_pieces, collate, loss_divisor, reshape, reshaped_len
 from kernels.cross_entropy import IGNORE
 from support.clock import Clock, Cursor
-from support.store import Store
 
 FEW = settings(max_examples=40, deadline=None)
 
@@ -69,29 +65,6 @@ def test_samples_equal_a_worked_example():
     assert spans_of(Samples(TOY, "pieces", 2, split="val")) == [(6, 8), (8, 9)]
     bert = Samples(TOY, "bert", 5)
     assert bert.max_piece_len == 3 and spans_of(bert) == [(0, 3), (3, 4)]
-
-
-def test_samples_of_a_large_store_come_from_a_table_on_disk(store_dir, tmp_path, monkeypatch):
-    """The table is made once, for each kind of samples. A small store keeps them in memory."""
-    analyses = shutil.ignore_patterns("curriculum")  # which runs of other tests have added
-    large = Store.open(shutil.copytree(store_dir, tmp_path / "large", ignore=analyses))
-    for kind, seq_len in (("pieces", 30), ("bert", 32)):  # both are cut every 30 tokens
-        expected = spans_of(Samples(large, kind, seq_len, "val"))
-        with monkeypatch.context() as patch:
-            patch.setattr(data, "IN_MEMORY", 0)
-            patch.setattr(data, "DOCUMENTS_AT_ONCE", 7)
-            assert spans_of(Samples(large, kind, seq_len, "val")) == expected
-            patch.setattr(data, "atomic_write", None)  # a call would fail
-            assert spans_of(Samples(large, kind, seq_len, "val")) == expected, "read from disk"
-    first, _ = large.path.glob("*.spans")
-    whole = first.read_bytes()
-    for size in (0, 7, len(whole) - 16):
-        os.truncate(first, size)
-        with monkeypatch.context() as patch:
-            patch.setattr(data, "IN_MEMORY", 0)
-            for kind, seq_len in (("pieces", 30), ("bert", 32)):
-                assert len(spans_of(Samples(large, kind, seq_len, "val"))) > 10
-        assert first.read_bytes() == whole, "a table that was cut is made again"
 
 
 # ---- rows
