@@ -105,17 +105,12 @@ class Samples:
         self.documents = {"train": range(n), "val": range(n, N)}[split]
         offsets = store.offsets[self.documents.start : self.documents.stop + 1]
         self.offsets = offsets[[0, -1]] if kind == "rows" else offsets  # (documents + 1,)
-        self.start, self.stop = offsets[[0, -1]].tolist()
         lengths = np.diff(self.offsets) - self.without_eot
+        self.tokens = int(lengths.sum())  # without a BERT's special tokens
         pieces = -(-lengths // self.max_piece_len)  # of each document
         self.first_ids = np.concatenate(([0], np.cumsum(pieces)))  # (documents + 1,)
         if len(self) == 0:
             raise ValueError(f"{store.path} has no {SPLITS[split]} document: use another --holdout")
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens all samples have, without a BERT's special tokens."""
-        return self.stop - self.start - self.without_eot * len(self.documents)
 
     def __len__(self) -> int:
         return int(self.first_ids[-1])

@@ -180,17 +180,16 @@ class Evaluation:
         return self.total(self.score_documents(model, runtime, micro_batch))
 
     def score_documents(
-        self, model: nn.Module, runtime: Runtime, micro_batch: int, show: bool = False
+        self, model: nn.Module, runtime: Runtime, micro_batch: int
     ) -> list[DocumentScores]:
         """Evaluate the model on all rows and sum by document, store after store.
 
         Args:    micro_batch rows that each rank runs at a time
-                 show        show a progress bar on rank 0
         Returns: on every rank, scores of all held-out documents, including those without targets;
                  with `tokens`, of the documents with a chosen piece
         Raises:  ValueError if there is no target, for example if none of a few tokens is masked
         """
-        scorer = Scorer(self.task, self.seq_len, model, runtime, micro_batch, show)
+        scorer = Scorer(self.task, self.seq_len, model, runtime, micro_batch)
         of_each = []
         for part in self.parts:
             of_piece = scorer.sums(self.score_targets, 3, part.store, part.text.rows)
@@ -267,7 +266,6 @@ class Scorer:
     model: nn.Module
     runtime: Runtime
     micro_batch: int  # rows that each rank runs at a time
-    show: bool  # a progress bar on rank 0
 
     @torch.no_grad()
     def sums(self, measure: Measure, columns: int, store: Store, rows: Rows) -> np.ndarray:
@@ -277,7 +275,7 @@ class Scorer:
         """
         runtime, sums = self.runtime, np.zeros((columns, len(rows.pieces)))
         turns = -(-len(rows) // (self.micro_batch * runtime.world_size))
-        hidden = None if self.show and runtime.is_rank0 else True  # None: show it on a terminal
+        hidden = None if runtime.is_rank0 else True  # None: show the bar on a terminal
         mine = shares_of_rank(len(rows), self.micro_batch, runtime)
         with evaluating(self.model):
             for numbers in tqdm(mine, total=turns, unit="batch", disable=hidden, leave=False):
@@ -333,7 +331,7 @@ def main(argv: list[str] | None = None) -> None:
     evaluation = Evaluation(data, task, settings.data.seq_len, tokens=args.tokens)
     if file and len(evaluation.parts) > 1:
         raise ValueError(f"--by-document: {data.store.path} names several: choose one with --data")
-    of_each = evaluation.score_documents(model, runtime, args.rows, show=True)
+    of_each = evaluation.score_documents(model, runtime, args.rows)
     result = evaluation.total(of_each)
     if not math.isfinite(result.val_loss):
         raise ValueError(f"{args.run}: the model's loss on this text is not finite")

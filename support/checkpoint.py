@@ -112,14 +112,13 @@ def find(folder: str | Path, which: str) -> Path:
     if not folder.exists():
         raise ValueError(f"{folder} does not exist: name the folder of a run, or a checkpoint")
     steps = [folder] if folder.is_file() else steps_in(folder)
-    if which == "last" and steps:
-        return steps[-1]
-    if which == "best" and steps:
-        best = step_path(steps[-1].parent, outline(steps[-1])["best_step"])
-        if best.exists():
-            return best
-    if which not in ("last", "best") and Path(which).exists():
-        return Path(which)
+    path = Path(which)
+    if steps and which == "last":
+        path = steps[-1]
+    if steps and which == "best":
+        path = step_path(steps[-1].parent, outline(steps[-1])["best_step"])
+    if path.exists():
+        return path
     there = ", ".join(path.name for path in steps) or "no checkpoint"
     raise ValueError(f"checkpoint {which}: not found; {folder} holds {there}")
 

@@ -230,7 +230,7 @@ def test_pools_grow_and_a_stage_draws_every_sample_before_any_twice(indexed):
             since, stage_ids = step.after.cursor.pool_first_draw, []
         pool = p.limits_at(step.before.consumed_tokens).pool
         spans = drawn(p, step.before.cursor.first_draw, p.rows_per_step, since, pool)[0]
-        ids = ((spans[:, 0] - p.samples.start) // 32).tolist()
+        ids = ((spans[:, 0] - p.samples.offsets[0]) // 32).tolist()
         reach = pool.reach if pool else len(p.samples)
         assert p.columns(step)["pool"] == reach
         assert pool is None or set(ids) <= set(pool.rankings[0].order[:reach].tolist())

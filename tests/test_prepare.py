@@ -84,7 +84,7 @@ BAD_INPUTS = [  # sorted by name: name, content, message
     ("m.txt", "é🙂".encode()[:-1], ": is not UTF-8 at byte 2"),
     ("n.parquet", POINTER, ": is a Git LFS pointer, not the file itself"),
     ("o.parquet", gzip.compress(PAGE, mtime=0), ": is HTML: extract its text"),
-    ("p.parquet", GOOD, ": is not parquet, which begins with PAR1"),
+    ("p.parquet", b"text", ": is .parquet, not text or JSON lines"),
     ("r.htm", b"<p>text</p>", ": is .htm, not text or JSON lines"),
     ("s", b"a.txt".ljust(257, b"\0") + b"ustar", ": is a tar archive: unpack it"),
     ("t.txt", "\ufefftext".encode("utf-16-le"), ": is UTF-16: convert it to UTF-8"),
