@@ -98,7 +98,8 @@ def test_files_of_other_programs_are_refused(tmp_path):
     path = tmp_path / "other.pt"
     for content in {"wte": torch.ones(3)}, torch.ones(3), []:
         torch.save(content, path)
-        assert refusal(outline, path) == f"{path} is not a checkpoint of train.py"
+        for action in (load, outline):
+            assert refusal(action, path) == f"{path} is not a checkpoint of train.py"
 
 
 def test_find_has_no_fallback_to_another_checkpoint(tmp_path):

@@ -98,9 +98,7 @@ def test_if_the_last_checkpoint_is_damaged_a_run_resumes_from_the_one_before(
 ):
     monkeypatch.setattr("support.run.commit", lambda: "another")
     newest = checkpoint.find(folder, "last")
-    content = bytearray(newest.read_bytes())
-    content[len(content) // 2] ^= 1
-    newest.write_bytes(content)
+    os.truncate(newest, 1000)
     resume_fails(folder, rf"{newest.name} is damaged.*; delete it")
     newest.unlink()
     assert train.main(["--resume", "--out", "run"]) == 0
@@ -141,11 +139,6 @@ def test_files_that_do_not_belong_to_the_run_are_refused(folder):
     for file in folder.glob("step-*.pt"):
         file.unlink()
     resume_fails(folder, r"the checkpoints of .*run are gone: put one back")
-    file = folder / "config.json"
-    about = json.loads(file.read_text())
-    about["config"]["run.gone"] = 1
-    file.write_text(json.dumps(about))
-    resume_fails(folder, r"run\.gone is not a setting of this version")
 
 
 DAMAGED = ["", "{", "{}", "[]", "null", "5", '"model_size"', "[" * 100_000]
@@ -181,6 +174,8 @@ def test_settings_that_were_changed_by_hand_are_refused(folder):
     for name, value in UNFIT.items():
         change(name, value)
         resume_fails(folder, re.escape(f"config.json: {name} must be "))
+    change("run.gone", 1)
+    resume_fails(folder, r"run\.gone is not a setting of this version")
     for tokens in (1024, 4096):
         change("optim.tokens", tokens)
         resume_fails(folder, f"--tokens {tokens} at step 8: a run can be extended .* it had 2048")

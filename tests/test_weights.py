@@ -233,9 +233,8 @@ def test_an_export_loads_bit_for_bit_and_transformers_computes_the_same(
     theirs = output.prediction_logits if "nsp" in flags else output.logits
     assert_close(logits[real], theirs[real], torch.float32)
     path = save(read.state_dict(), folder)
-    assert torch.load(path).keys() & {"lm_head.weight", "cls.predictions.decoder.bias"}, (
-        "has copies of tied weights"
-    )
+    copies_of_tied_weights = {"lm_head.weight", "cls.predictions.decoder.bias"}
+    assert torch.load(path).keys() & copies_of_tied_weights
     again = shape.build()
     load_into(again, path)
     assert published.settings_in(path)["model.mlp_width"] == 24
