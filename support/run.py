@@ -86,7 +86,7 @@ def started_with(folder: Path) -> Started:
         if not isinstance(config["optim.tokens"], int):
             raise ValueError("optim.tokens must be a whole number")
         config["data.tokenizer"] = tokenizer_in(folder, config["data.tokenizer"])
-        return Started(folder, about["id"], config, size, about["store"])
+        return Started(folder, about["run"], config, size, about["store"])
     except FileNotFoundError:
         raise ValueError(f"--resume: {folder} holds no run; name one with --out") from None
     except KeyError as error:
@@ -269,7 +269,7 @@ class Run:
         if file.exists() and started_with(self.folder).id != self.id:
             raise ValueError(f"--out {self.folder} holds another run on {platform.node()}")
         self.folder.mkdir(parents=True, exist_ok=True)
-        about = self.about() | {"id": self.id, "config": config, "store": self.store["sha256"]}
+        about = self.about() | {"config": config, "store": self.store["sha256"]}
         with atomic_write(file) as out:
             out.write(json.dumps(about, indent=2).encode())
 

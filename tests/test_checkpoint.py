@@ -1,20 +1,17 @@
 """A checkpoint is written completely or not at all, and damage is always noticed.
 
-Faults are real if they take only seconds: flipped bits, truncated files, processes killed by
-SIGKILL, writes refused by the kernel. tests/test_runtime.py tests what several ranks save and load.
+Faults are real: flipped bits, truncated files, writes refused by the kernel. tests/test_run.py
+kills a run before each change of the disk, tests/test_runtime.py tests what several ranks save.
 """
 
 import os
 import random
 import resource
-import shutil
-import signal
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import torch
-from conftest import contents, kill_at, names, refusal, same
+from conftest import contents, names, refusal, same
 
 from support.checkpoint import ENTRIES, find, load, outline, save, step_path
 
@@ -124,7 +121,7 @@ def test_a_failing_write_changes_nothing(tmp_path):
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert "step-00000002.pt: not written" in message and "File too large" in message
         after = {name: b for name, b in contents(tmp_path).items() if name[0] != "."}
-        assert after == before
+        assert after == before, "also the checkpoint that the new one would replace"
     save_step(tmp_path, 3)
     assert names(tmp_path) == ["step-00000001.pt", "step-00000003.pt"], "leftovers are removed"
 
@@ -141,23 +138,3 @@ def test_nothing_is_written_or_removed_through_a_link(tmp_path):
     path = save_step(run, 7, keep=1)
     assert names(run) == [path.name] and not path.is_symlink() and same(load(path), state_of())
     assert contents(elsewhere) == whole
-
-
-# ---- killed before any change of the file system
-
-
-def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path):
-    save_step(tmp_path / "old", 7, best_step=7)
-    for number in range(1, 60):
-        folder = shutil.copytree(tmp_path / "old", tmp_path / str(number))
-        status = kill_at(number, partial(save_step, folder, 8, best_step=8, keep=1))
-        last = find(folder, "last")
-        step = int(last.stem.removeprefix("step-"))
-        assert step in (7, 8) and same(load(last), state_of(step, step))
-        assert find(folder, "best") == last
-        after = save_step(folder, 9, best_step=9, keep=1)
-        assert [path.name for path in folder.iterdir()] == [after.name], "leftovers are removed"
-        if status == 0:
-            break
-        assert status == -signal.SIGKILL
-    assert number > 3 and step == 8

@@ -24,6 +24,13 @@ def letters(tokens):
     return "".join({END: ".", IGNORE: "_"}.get(token) or chr(token) for token in tokens)
 
 
+def shown(batch, row):
+    """Return a row as the head of data.py shows it: tokens, targets, positions, documents."""
+    texts = [letters(field[row].tolist()) for field in (batch.tokens, batch.targets)]
+    numbers = [field[row].tolist() for field in (batch.positions, batch.doc_ids)]
+    return " ".join([*texts, *("".join(map(str, n)).replace("-1", "-") for n in numbers)])
+
+
 def test_the_example_in_the_heads_of_data_and_plan_is_right():
     """It goes from three documents to the batches of two ranks."""
     store = in_memory(b"parsimony", b"is", b"less")
@@ -34,19 +41,15 @@ def test_the_example_in_the_heads_of_data_and_plan_is_right():
     assert first.samples.spans(np.arange(4)).tolist() == [[0, 8], [8, 10], [10, 13], [13, 18]]
     assert first.samples.shuffled(np.arange(4), seed=1337).tolist() == [3, 0, 2, 1]
     step = first(Clock())
-    rows, batch = step.window.rows, step.batch
+    rows = step.window.rows
     assert rows.pieces["start"].tolist() == [0, 13, 10, 8]
     assert rows.pieces["stop"].tolist() == [8, 18, 13, 10]
     assert rows.offsets.tolist() == [0, 1, 3, 4]
-    assert [letters(row) for row in batch.tokens.tolist()] == [".parsimo", "........"]
-    assert [letters(row) for row in batch.targets.tolist()] == ["parsimon", "________"]
-    assert batch.positions.tolist() == [[*range(8)], [0] * 8]
-    assert batch.doc_ids.tolist() == [[0] * 8, [-1] * 8]
+    assert shown(step.batch, 0) == ".parsimo parsimon 01234567 00000000"
+    assert shown(step.batch, 1) == "........ ________ 00000000 --------"
     batch = second(Clock()).batch
-    assert [letters(row) for row in batch.tokens.tolist()] == [".less.is", "ny......"]
-    assert [letters(row) for row in batch.targets.tolist()] == ["less.is.", "y.______"]
-    assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 0, 0, 0, 0, 0, 0]]
-    assert batch.doc_ids.tolist() == [[0] * 5 + [1] * 3, [0] * 2 + [-1] * 6]
+    assert shown(batch, 0) == ".less.is less.is. 01234012 00000111"
+    assert shown(batch, 1) == "ny...... y.______ 01000000 00------"
     assert (step.divisor, step.after.step, step.after.consumed_tokens) == (18, 1, 18)
     assert step.after.cursor == Cursor(first_draw=4)
 

@@ -83,6 +83,7 @@ def test_a_run_killed_at_any_moment_resumes(store_dir, tmp_path, monkeypatch):
         events = [line["event"] for line in read_log(out)]
         assert (events.count("finished"), events.count("eval")) == (1, 2)
         assert checkpoint.load(checkpoint.find(out, "last"))["step"] == 2
+        assert not [*out.glob(".step*")], "leftovers are removed"
     assert number > 20
 
 
