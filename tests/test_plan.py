@@ -284,14 +284,13 @@ def test_reshaped_rows_predict_every_token_once(store, indexed):
     p = indexed(f"{size} --curriculum {curriculum}")
     plain, widths = plan(store, size), set()
     for number in range(8):
-        consumed = 400 * number
-        cursor = Cursor(first_draw=8 * number, drawn_at_tokens=consumed)
-        clock = Clock(consumed_tokens=consumed, cursor=cursor)
+        cursor = Cursor(first_draw=8 * number, drawn_at_tokens=400 * number)
+        clock = Clock(consumed_tokens=400 * number, cursor=cursor)
         step, whole = p(clock), plain(clock)
         widths.add(step.batch.tokens.shape[1])
         assert step.batch.tokens.shape[1] <= step.window.limits.difficulty["seqlen-reshape"] < 40
         targets = step.batch.targets[step.batch.targets != IGNORE]
-        assert sorted(targets.tolist()) == sorted(whole.batch.targets.flatten().tolist())
+        assert torch.equal(targets.sort()[0], whole.batch.targets.flatten().sort()[0])
         assert step.divisor == whole.divisor == 320 and step.after.real_tokens == 320
     assert widths == {8, 16, 24}
 

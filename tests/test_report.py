@@ -104,7 +104,6 @@ def test_medians_ticks_and_units_equal_known_answers():
     assert x.tolist() == [1, 4] and y.tolist() == [2.0, 8.0]
     assert [part.tolist() for part in report.medians(x, y, 9)] == [[1, 4], [2.0, 8.0]]
     assert [text for _, text in report.ticks(0, 61440)] == ["0", "20 K", "40 K", "60 K"]
-    assert report.with_seeds([1.0, 1.2], ".2f") == "1.10 (1.00 to 1.20)"
     assert short(61440) == "61.4 K" and short(1.2e9, "FLOP") == "1.20 GFLOP"
     assert [duration(seconds) for seconds in (8.24, 754)] == ["8.2 s", "0:12:34"]
 

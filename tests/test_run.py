@@ -124,10 +124,8 @@ def test_resuming_from_the_best_sets_later_checkpoints_aside(
     assert metrics(read_log(folder)) == whole
 
 
-def test_a_run_resumes_only_with_its_text(folder, store_dir, tmp_path):
-    checkpoint.find(folder, "last").unlink()
-    moved = shutil.copytree(store_dir, tmp_path / "moved")
-    assert train.main(["--resume", "--out", "run", "--data", str(moved)]) == 0
+def test_a_run_resumes_only_with_its_text(folder, tmp_path):
+    """In another place, see tests/test_sample.py, but not with another text."""
     (tmp_path / "text.txt").write_text("another text\n" * 500)
     prepare([tmp_path / "text.txt"], tmp_path / "other", get_encoding("bytes"))
     resume_fails(folder, "--data: .*run was started with another store", "--data other")

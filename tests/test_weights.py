@@ -513,8 +513,6 @@ def test_init_works_with_a_bert_with_pairs_and_with_learned_positions(begin, run
     kept = {n: v for n, v in saved.items() if not n.startswith(("pooler", "nsp"))}
     assert same(begin(source, "--no-nsp", out="alone"), kept)
     assert made_of(tmp_path / "alone")[1] == {"vocab_size": 320, "positions": 2048}
-    message = refusal(begin, source, "--seq-len 4096 --batch-tokens 8192", out="long")
-    assert re.search(r"--seq-len 4096: --init .* has only 2048 positions", message)
 
 
 def test_init_is_read_until_there_is_a_checkpoint(begin, store_dir, tmp_path, capsys):
