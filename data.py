@@ -27,18 +27,14 @@ In reading order: what a run opens; samples; rows; their Batch. A BERT makes its
 same rows (bert.py), and several stores are read as one by mixture.py.
 """
 
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 import tiktoken
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from kernels.cross_entropy import IGNORE
 from mixture import AnyStore, MixedSamples, Mixture, open_store
@@ -47,7 +43,7 @@ from prepare import embedded_store
 from support.clock import MULTIPLE, shuffled
 from support.runtime import Runtime
 from support.settings import DataConfig
-from support.store import Store, atomic_write
+from support.store import Store
 from support.tokenizer import byte_lengths, get_encoding
 
 
@@ -76,8 +72,6 @@ KINDS = ("pieces", "rows", "bert", "pairs")
 SPLITS = {"train": "training", "val": "held-out"}  # their names in messages
 ADDED_TOKENS = {"bert": 2, "pairs": 3}  # [CLS] and [SEP]s around a BERT's piece
 CHOICES = 64  # of held-out text that are compared, to evaluate a part of it
-IN_MEMORY = 1 << 20  # samples; above this, spans are in a file that all processes share
-DOCUMENTS_AT_ONCE = 1 << 18  # documents cut into samples at a time
 
 
 def open_samples(store: AnyStore, kind: str, seq_len: int) -> "Samples | MixedSamples":
@@ -94,14 +88,12 @@ class Samples:
     is a target exactly once per pass. For the kind `rows` the whole split is one document, as GPTs
     are commonly trained without packing.
 
-    The spans of rows are computed; those of pieces are a table, 16 bytes per sample. For a large
-    store the table is a file in its folder, written on first use and mapped into memory.
-
     Args:   kind    pieces | rows | bert | pairs: a BERT's pieces leave out end-of-text, and leave
                     room for its special tokens
             seq_len tokens in a row
             split   train | val: the held-out documents are the last ones of the store
     Raises: ValueError for a split without documents
+    Cost:   8 bytes of memory per document
     """
 
     def __init__(self, store: Store, kind: str, seq_len: int, split: str = "train"):
@@ -111,61 +103,27 @@ class Samples:
         self.max_piece_len = seq_len - self.special_tokens
         n, N = store.meta["train_documents"], len(store.offsets) - 1
         self.documents = {"train": range(n), "val": range(n, N)}[split]
-        ends = store.offsets[np.array([self.documents.start, self.documents.stop])]
-        self.start, self.stop = ends.tolist()
-        self.table = None if kind == "rows" else self.span_table()
+        offsets = store.offsets[self.documents.start : self.documents.stop + 1]
+        self.offsets = offsets[[0, -1]] if kind == "rows" else offsets  # (documents + 1,)
+        lengths = np.diff(self.offsets) - self.without_eot
+        self.tokens = int(lengths.sum())  # without a BERT's special tokens
+        pieces = -(-lengths // self.max_piece_len)  # of each document
+        self.first_ids = np.concatenate(([0], np.cumsum(pieces)))  # (documents + 1,)
         if len(self) == 0:
             raise ValueError(f"{store.path} has no {SPLITS[split]} document: use another --holdout")
 
-    def span_table(self) -> np.ndarray:
-        """Compute or open the spans of all samples, (N, 2) int64."""
-        at_most = len(self.documents) + (self.stop - self.start) // self.max_piece_len
-        if at_most <= IN_MEMORY or not os.access(self.store.path, os.W_OK):
-            return np.concatenate([np.empty((0, 2), np.int64), *self.blocks_of_spans()])
-        name = f"bare-{self.split}" if self.without_eot else self.split
-        digest = self.store.meta["sha256"]["documents.idx"][:16]
-        file = self.store.path / f"{name}-{self.max_piece_len}-{digest}.spans"
-        count = -(-len(self.documents) // DOCUMENTS_AT_ONCE)
-        if not self.is_complete(file):
-            with atomic_write(file) as out:
-                blocks = self.blocks_of_spans()
-                for spans in tqdm(blocks, file.name, count, disable=None, leave=False):
-                    out.write(spans)
-        return np.asarray(np.memmap(file, np.int64, "r")).reshape(-1, 2)
+    def __len__(self) -> int:
+        return int(self.first_ids[-1])
 
-    def is_complete(self, file: Path) -> bool:
-        """Whether a table reaches the end of the last document."""
-        size = file.stat().st_size if file.exists() else 0
-        if size == 0 or size % 16:
-            return False
-        return np.memmap(file, np.int64, "r")[-1] == self.stop - self.without_eot
-
-    def blocks_of_spans(self) -> Iterator[np.ndarray]:
-        """Yield the spans (n, 2) of the samples of DOCUMENTS_AT_ONCE documents at a time.
+    def spans(self, ids: np.ndarray) -> np.ndarray:
+        """Return the spans (n, 2) of samples (n,): first and one-past-last token in the store.
 
         Example: documents 0..5 and 5..6, at 2 tokens a piece: (0, 2), (2, 4), (4, 5), (5, 6)
         """
-        begin, end = self.documents.start, self.documents.stop
-        for first in range(begin, end, DOCUMENTS_AT_ONCE):
-            offsets = self.store.offsets[first : min(first + DOCUMENTS_AT_ONCE, end) + 1]
-            documents = np.stack((offsets[:-1], offsets[1:] - self.without_eot), axis=1)
-            yield cut(documents, self.max_piece_len)
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens all samples have, without a BERT's special tokens."""
-        return self.stop - self.start - self.without_eot * len(self.documents)
-
-    def __len__(self) -> int:
-        rows = -(-(self.stop - self.start) // self.max_piece_len)
-        return rows if self.table is None else len(self.table)
-
-    def spans(self, ids: np.ndarray) -> np.ndarray:
-        """Return the spans (n, 2) of samples (n,): first and one-past-last token in the store."""
-        if self.table is not None:
-            return self.table[ids]
-        start = self.start + ids * self.max_piece_len
-        return np.stack((start, np.minimum(start + self.max_piece_len, self.stop)), axis=1)
+        document = np.searchsorted(self.first_ids, ids, side="right") - 1
+        start = self.offsets[document] + (ids - self.first_ids[document]) * self.max_piece_len
+        stop = self.offsets[document + 1] - self.without_eot
+        return np.stack((start, np.minimum(start + self.max_piece_len, stop)), axis=1)
 
     def shuffled(self, draws: np.ndarray, seed: int) -> np.ndarray:
         """Turn numbers of draws (m,) into sample ids (m,), shuffled anew in every pass."""

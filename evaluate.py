@@ -21,7 +21,6 @@ Several stores (--data a=0.7,b=0.3) are evaluated one by one, and their results 
     python evaluate.py runs/gpt-nano-1 --by-document out.jsonl            # one line per document
 """
 
-import argparse
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +40,7 @@ from mixture import stores_of
 from model import Batch
 from packing import pack_lengths
 from sample import load_run
-from support.fsdp import evaluating, is_sharded
+from support.fsdp import evaluating
 from support.numbers import count
 from support.process import Parser, exit_cleanly, printable
 from support.runtime import Runtime, start
@@ -150,13 +149,12 @@ class Evaluation:
         self, name: str, store: Store, weight: float, tokens: int | None
     ) -> HeldOutText:
         samples = Samples(store, self.task.evaluated, self.seq_len, "val")
-        offsets = store.offsets[samples.documents.start : samples.documents.stop + 1]
 
         def pack(pieces: np.ndarray, special_tokens: int) -> PackedText:
             lengths = pieces["stop"] - pieces["start"] + special_tokens
             packs = pack_lengths(lengths, self.seq_len)
             rows = Rows(pieces[packs.items], packs.offsets)
-            document = np.searchsorted(offsets, rows.pieces["start"], side="right") - 1
+            document = np.searchsorted(samples.offsets, rows.pieces["start"], "right") - 1
             return PackedText(rows, document)
 
         spans, pairs = samples.as_hard_as_all(tokens or samples.tokens, self.byte_lengths), None
@@ -182,29 +180,27 @@ class Evaluation:
         return self.total(self.score_documents(model, runtime, micro_batch))
 
     def score_documents(
-        self, model: nn.Module, runtime: Runtime, micro_batch: int, show: bool = False
+        self, model: nn.Module, runtime: Runtime, micro_batch: int
     ) -> list[DocumentScores]:
         """Evaluate the model on all rows and sum by document, store after store.
 
         Args:    micro_batch rows that each rank runs at a time
-                 show        show a progress bar on rank 0
         Returns: on every rank, scores of all held-out documents, including those without targets;
                  with `tokens`, of the documents with a chosen piece
         Raises:  ValueError if there is no target, for example if none of a few tokens is masked
         """
-        scorer = Scorer(model, runtime, micro_batch, show)
+        scorer = Scorer(self.task, self.seq_len, model, runtime, micro_batch)
         of_each = []
         for part in self.parts:
-            read = self.reader(part, part.text)
-            of_piece = scorer.sums(self.score_targets, 3, part.text.rows, read)
+            of_piece = scorer.sums(self.score_targets, 3, part.store, part.text.rows)
             numbers = part.text.document
             nats, targets, size = sum_by_key(numbers, len(part.documents), of_piece)
             if not targets.any():
                 raise ValueError(f"{part.store.path}: no target in {part.description}")
             right = pairs = 0
             if part.pairs:
-                read = self.reader(part, part.pairs)
-                right, pairs = scorer.sums(pair_scores, 2, part.pairs.rows, read).sum(axis=1)
+                of_pair = scorer.sums(pair_scores, 2, part.store, part.pairs.rows)
+                right, pairs = of_pair.sum(axis=1)
             chosen = np.arange(len(part.documents)) if part.is_whole else np.unique(numbers)
             scores = DocumentScores(
                 numbers=chosen + part.documents.start,
@@ -216,14 +212,6 @@ class Evaluation:
             )
             of_each.append(scores)
         return of_each
-
-    def reader(self, part: HeldOutText, packed: PackedText) -> Callable[[Rows], Batch]:
-        """Return what reads some of these rows; a BERT's masks are the same every time."""
-
-        def read(rows: Rows) -> Batch:
-            return self.task.batch(part.store, rows, self.seq_len, packed.rows, "mask")
-
-        return read
 
     def score_targets(self, model: nn.Module, runtime: Runtime, batch: Batch) -> tuple[Tensor, ...]:
         """Measure each target: its nats, 1 to count it, and its bytes."""
@@ -273,42 +261,34 @@ def pair_scores(model: nn.Module, runtime: Runtime, batch: Batch) -> tuple[Tenso
 class Scorer:
     """Runs a model over packed rows, shared among the ranks."""
 
+    task: Task  # makes a Batch of rows; a BERT's masks are the same every time
+    seq_len: int
     model: nn.Module
     runtime: Runtime
     micro_batch: int  # rows that each rank runs at a time
-    show: bool  # a progress bar on rank 0
 
     @torch.no_grad()
-    def sums(
-        self, measure: Measure, columns: int, rows: Rows, read: Callable[[Rows], Batch]
-    ) -> np.ndarray:
+    def sums(self, measure: Measure, columns: int, store: Store, rows: Rows) -> np.ndarray:
         """Sum the columns of a measure over the tokens of each piece: (columns, pieces) float64.
 
         Every rank gets the same sums. Any number of ranks adds the same numbers in the same order.
         """
         runtime, sums = self.runtime, np.zeros((columns, len(rows.pieces)))
         turns = -(-len(rows) // (self.micro_batch * runtime.world_size))
-        hidden = None if self.show and runtime.is_rank0 else True  # None: show it on a terminal
+        hidden = None if runtime.is_rank0 else True  # None: show the bar on a terminal
         mine = shares_of_rank(len(rows), self.micro_batch, runtime)
         with evaluating(self.model):
             for numbers in tqdm(mine, total=turns, unit="batch", disable=hidden, leave=False):
-                if not len(numbers):
-                    self.take_part()
-                    continue
-                some = rows.select(numbers)
-                batch = read(some)
+                # With --fsdp every rank takes part: one that has no row left repeats the first.
+                some = rows.select(numbers if len(numbers) else np.array([0]))
+                batch = self.task.batch(store, some, self.seq_len, rows, "mask")
                 with runtime.autocast():
                     at, *values = measure(self.model, runtime, batch)
-                piece = torch.from_numpy(some.offsets[:-1, None]) + batch.doc_ids  # (B, T)
-                first, n = rows.offsets[numbers[0]], len(some.pieces)
-                sums[:, first : first + n] = sum_by_key(piece.flatten()[at], n, values)
+                if len(numbers):
+                    piece = torch.from_numpy(some.offsets[:-1, None]) + batch.doc_ids  # (B, T)
+                    first, n = rows.offsets[numbers[0]], len(some.pieces)
+                    sums[:, first : first + n] = sum_by_key(piece.flatten()[at], n, values)
         return runtime.reduce(torch.from_numpy(sums)).numpy()
-
-    def take_part(self) -> None:
-        """Run a sharded model on one token: its weights are gathered from all ranks."""
-        if is_sharded(self.model):
-            with self.runtime.autocast():
-                self.model(torch.zeros(1, 1, dtype=torch.int64, device=self.runtime.device))
 
 
 def sum_by_key(key: np.ndarray | Tensor, keys: int, columns: Sequence) -> np.ndarray:
@@ -323,14 +303,23 @@ def shares_of_rank(rows: int, micro_batch: int, runtime: Runtime) -> Iterator[np
     """
     for turn in range(0, rows, runtime.world_size * micro_batch):
         first = turn + runtime.rank * micro_batch
-        yield np.arange(first, max(min(first + micro_batch, rows), first))
+        yield np.arange(first, min(first + micro_batch, rows))
 
 
 # ---- the command
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
+    parser = Parser(prog="evaluate.py", description=__doc__.split("\n")[0])
+    flag = parser.add_argument
+    flag("run", help="folder of the run, or a checkpoint")
+    flag("--checkpoint", default="last", help="last, best, or a path")
+    flag("--rows", type=count, default=16, help="rows per forward pass (16)")
+    flag("--device", default="auto", help="auto, cpu, cuda or mps")
+    flag("--data", help="another token store (default: the one the run trained on)")
+    flag("--tokens", type=count, help="about how many tokens (default: all)")
+    flag("--by-document", type=Path, metavar="FILE", help="write the result of each, as JSON lines")
+    args = parser.parse_args(argv)
     file = args.by_document
     if file and not file.parent.is_dir():  # before the run is loaded
         raise ValueError(f"--by-document {file}: there is no folder {file.parent}")
@@ -342,7 +331,7 @@ def main(argv: list[str] | None = None) -> None:
     evaluation = Evaluation(data, task, settings.data.seq_len, tokens=args.tokens)
     if file and len(evaluation.parts) > 1:
         raise ValueError(f"--by-document: {data.store.path} names several: choose one with --data")
-    of_each = evaluation.score_documents(model, runtime, args.rows, show=True)
+    of_each = evaluation.score_documents(model, runtime, args.rows)
     result = evaluation.total(of_each)
     if not math.isfinite(result.val_loss):
         raise ValueError(f"{args.run}: the model's loss on this text is not finite")
@@ -355,19 +344,6 @@ def main(argv: list[str] | None = None) -> None:
         which = "" if part.is_whole else ", those with a piece among these tokens"
         written = f"{len(scores.numbers):,} of {len(part.documents):,} documents"
         runtime.say(f"{file}: {written}{which}")
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="evaluate.py", description=__doc__.split("\n")[0])
-    parser.add_argument("run", help="folder of the run, or a checkpoint")
-    parser.add_argument("--checkpoint", default="last", help="last, best, or a path")
-    parser.add_argument("--rows", type=count, default=16, help="rows per forward pass (16)")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
-    parser.add_argument("--data", help="another token store (default: the one the run trained on)")
-    parser.add_argument("--tokens", type=count, help="about how many tokens (default: all)")
-    by_document = "also write the result of each document, one JSON object per line"
-    parser.add_argument("--by-document", type=Path, metavar="FILE", help=by_document)
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

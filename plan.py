@@ -284,14 +284,13 @@ class Plan:
 
     def columns(self, step: Step) -> dict[str, object]:
         """Describe a step for the log; the clock adds its own columns."""
-        rows, seq_len, limits, _ = step.window
-        length, positions = rows.lengths + self.special_tokens, len(rows) * seq_len
+        limits, rows = step.window.limits, step.window.rows
+        length = rows.lengths + self.special_tokens
         columns = {
             "max_piece_len": limits.max_piece_len,
             "kept_tokens": min(filter(None, step.tokens_by_layer)),  # 0: a layer that is skipped
-            "padding_share": round(1 - int(length.sum()) / positions, 6),
+            "padding_share": round(1 - int(length.sum()) / (len(rows) * step.window.seq_len), 6),
             "pieces": len(length),
-            "attention_share": round(int((length**2).sum()) / (positions * seq_len), 6),
         }
         columns |= {f"difficulty_{name}": level for name, level in limits.difficulty.items()}
         if self.curriculum:
@@ -323,8 +322,7 @@ class Plan:
 
     def without_techniques(self) -> "Plan":
         """Make the plan of the same run with all techniques off."""
-        groups = [group for group in fields(self.settings) if hasattr(group.type, "on")]
-        off = {group.name: group.type() for group in groups}
+        off = {f.name: f.type() for f in fields(self.settings) if hasattr(f.type, "on")}
         settings = replace(self.settings, **off)
         return Plan(settings, self.store, self.task, self.runtime, self.model)
 

@@ -196,9 +196,8 @@ class Corpus:
         for number, fields in rows:
             id, text = fields.get("id"), fields.get(self.text_column, 0)
             if not isinstance(text, str | None):
-                names = ", ".join(fields)[:1000]
-                column = f"--text-column {self.text_column}"
-                raise ValueError(f"{path}:{number}: no string under {column} of {names}")
+                wanted = f"no string under --text-column {self.text_column}"
+                raise ValueError(f"{path}:{number}: {wanted} of {', '.join(fields)}")
             try:
                 f"{id}{text}".encode()
             except UnicodeEncodeError:
@@ -218,8 +217,8 @@ FORMATS = {
     # gz, zip, zstd, xz, bz2 and npy
     "packed: unpack it": (b"\x1f\x8b", b"pk\3\4", b"(\xb5/\xfd", b"\xfd7zxz", b"bzh", b"\x93num"),
 }
-# Files of text that is not worth training on, also with .gz
-NOT_TEXT = (".json", ".csv", ".tsv", ".ipynb", ".pkl", ".pickle", ".html", ".htm")
+# Refused, also with .gz, unless the content shows JSON lines or parquet
+NOT_TEXT = (".json", ".csv", ".tsv", ".ipynb", ".pkl", ".pickle", ".html", ".htm", ".parquet")
 
 
 def input_files(given: str | Path) -> Iterator[tuple[Path, str]]:
@@ -248,8 +247,6 @@ def kind_of(path: Path) -> str:
         return "row"
     if known := format_of(start):
         raise ValueError(f"{path}: is {known}")
-    if suffix == ".parquet":
-        raise ValueError(f"{path}: is not parquet, which begins with PAR1")
     if suffix == ".jsonl" or json_object(first) is not None:
         return "line"
     if suffix in NOT_TEXT:
@@ -454,9 +451,8 @@ def print_summary(meta: dict) -> None:
     held_out = meta["documents"] - meta["train_documents"]
     held_out_tokens = meta["tokens"] - meta["train_tokens"]
     bytes_each = meta["bytes"] / (meta["tokens"] - meta["documents"])
-    cut = ", cut by --split-on" if meta.get("split_on") else ""
     tail = f", the last 1/{meta['holdout']} of the text" if meta["held_out_by"] == "tail" else ""
-    print(f"documents {meta['documents']:>14,}   each a {meta['document']}{cut}")
+    print(f"documents {meta['documents']:>14,}   each a {meta['document']}")
     print(f"tokens    {meta['tokens']:>14,}   {bytes_each:.3f} bytes per token")
     print(f"held out  {held_out:>14,}   documents, {held_out_tokens:,} tokens{tail}")
     for name in NOTES:
@@ -466,7 +462,8 @@ def print_summary(meta: dict) -> None:
         where = "of held-out text (windows of 32 tokens) also stands in training"
         print(f"overlap   {100 * meta['overlap']:>12.1f} %   {where}")
     share = held_out_tokens / meta["tokens"]
-    if share * meta.get("holdout", 0) > max(2, meta.get("holdout", 0) / 10):
+    holdout = meta.get("holdout")  # a store of tokens has none
+    if holdout and share > max(2 / holdout, 0.1):
         advice = "cut long texts with --split-on, or choose another --holdout"
         print(f"warning: {share:.0%} of the tokens are held out: {advice}", file=sys.stderr)
 

@@ -120,8 +120,7 @@ def read_run(folder: Path) -> RunLog:
         lines[line["event"]].append(line)
     if not lines["run"]:
         raise ValueError(f"{folder} holds no log.jsonl: name the folder of a run that has started")
-    trains = lines.pop("train", [])
-    fields = (*COLUMNS, *CHARTS)
+    fields, trains = (*COLUMNS, *CHARTS), lines["train"]
     steps = {n: np.array([line.get(n) for line in trains], dtype=float) for n in fields}
     steps["minutes"] = np.nancumsum(steps["ms"]) / 6e4
     settings = lines["run"][-1]["config"]
@@ -130,8 +129,8 @@ def read_run(folder: Path) -> RunLog:
 
 
 def are_comparable(logs: Sequence[RunLog]) -> bool:
-    """Whether each run has evaluations, and all are on the same text."""
-    return all(log.held_out for log in logs) and len({log.held_out_text for log in logs}) == 1
+    """Whether there are evaluations, all on the same text."""
+    return len({log.held_out_text for log in logs if log.held_out}) == 1
 
 
 Recipes = dict[str, list[RunLog]]  # {name: runs that differ only in the seed}
@@ -251,7 +250,7 @@ def difference(logs: list[RunLog], first: list[RunLog]) -> str:
 def losses_of(logs: list[RunLog], both: list[RunLog]) -> dict[str, list[float]]:
     """Return the held-out losses of runs at the end, and where all of `both` had spent the same."""
     losses = {}
-    if are_comparable(both):
+    if all(log.held_out for log in both) and are_comparable(both):
         if all(log.final for log in both):
             losses["at the end"] = [log.final[0]["val_bpb"] for log in logs]
         for unit in ("real_tokens", "flops", "minutes"):
@@ -317,7 +316,7 @@ def cost_table(recipes: Recipes, logs: list[RunLog], loss: float | None) -> str:
     if loss is None and len(logs) > 1 and all(log.held_out for log in first):
         loss = max(log.held_out[-1]["val_bpb"] for log in first)
         source = f"the highest last loss of {name}, {first[0].text_of(first[0].held_out[-1])}"
-    if loss is None or not are_comparable([log for log in logs if log.held_out]):
+    if loss is None or not are_comparable(logs):
         return ""
     rows = {name: costs_of(runs, first, loss) for name, runs in recipes.items()}
     return f"<p>To {loss:.3f} {BITS}, {escape(source)}:</p>{table(rows)}"
@@ -390,7 +389,7 @@ def charts_of(recipes: Recipes, marks: list[float]) -> list[str]:
     """
     runs = [(log, name, n) for n, (name, logs) in enumerate(recipes.items()) for log in logs]
     logs, panels = [log for log, *_ in runs], {}
-    if are_comparable([log for log in logs if log.held_out]):
+    if are_comparable(logs):
         for unit in UNITS if len(runs) > 1 else [AXIS]:
             curves = [Curve(name, *log.curve(unit), color, "dots") for log, name, color in runs]
             panels[UNITS[unit]] = curves

@@ -105,7 +105,6 @@ def load_run(folder: str, which: str) -> tuple[config.Config, Transformer, dict]
     """
     path = checkpoint.find(folder, which)
     state = checkpoint.load(path)
-    checkpoint.check_entries(path, state)
     tokenizer = tokenizer_in(path.parent, state["config"]["data.tokenizer"])
     settings = config.build(state["config"] | {"data.tokenizer": tokenizer}, will_run=False)
     shape = config.transformer_config(settings, **state["model_size"])

@@ -27,7 +27,6 @@ from support.fsdp import gather_to_rank0, local_rows, scatter_from_rank0
 from support.runtime import Runtime
 from support.store import atomic_write, sync
 
-WORDS = ("last", "best")
 ENTRIES = {"run", "config", "model_size", "made_by", "commit", "tokenizer_fingerprint", "model"}
 ENTRIES |= {"step", "clock", "best", "best_step", "evaluation_due", "log_size", "optimizers"}
 ALONE = Runtime(0, 1, torch.device("cpu"), torch.float32, "")
@@ -113,14 +112,13 @@ def find(folder: str | Path, which: str) -> Path:
     if not folder.exists():
         raise ValueError(f"{folder} does not exist: name the folder of a run, or a checkpoint")
     steps = [folder] if folder.is_file() else steps_in(folder)
-    if which == "last" and steps:
-        return steps[-1]
-    if which == "best" and steps:
-        best = step_path(steps[-1].parent, outline(steps[-1])["best_step"])
-        if best.exists():
-            return best
-    if which not in WORDS and Path(which).exists():
-        return Path(which)
+    path = Path(which)
+    if steps and which == "last":
+        path = steps[-1]
+    if steps and which == "best":
+        path = step_path(steps[-1].parent, outline(steps[-1])["best_step"])
+    if path.exists():
+        return path
     there = ", ".join(path.name for path in steps) or "no checkpoint"
     raise ValueError(f"checkpoint {which}: not found; {folder} holds {there}")
 
@@ -130,7 +128,7 @@ def load(path: str | Path, runtime: Runtime = ALONE, *, sharded: bool = False) -
 
     Args:   sharded True: each rank gets its rows of every tensor, as DTensors on its device;
                     False: every rank gets every tensor, in host memory
-    Raises: ValueError, on every rank, naming a damaged file
+    Raises: ValueError, on every rank, naming a file that is damaged or another program's
     """
     state = runtime.on_all_ranks(lambda: read(Path(path)) if runtime.is_rank0 else {})
     if runtime.world_size == 1 and not sharded:
@@ -147,11 +145,14 @@ def read(path: Path) -> dict:
             damaged = archive.testzip()
         if damaged:
             raise ValueError(f"the CRC32 of {damaged} does not match")
-        return torch.load(path, "cpu", weights_only=True)
+        state = torch.load(path, "cpu", weights_only=True)
+    check_entries(path, state)
+    return state
 
 
 @contextmanager
 def refusing_damage(path: Path) -> Iterator[None]:
+    """Report what cannot be read as a damaged file, in one line."""
     try:
         yield
     except FileNotFoundError:

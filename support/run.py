@@ -86,7 +86,7 @@ def started_with(folder: Path) -> Started:
         if not isinstance(config["optim.tokens"], int):
             raise ValueError("optim.tokens must be a whole number")
         config["data.tokenizer"] = tokenizer_in(folder, config["data.tokenizer"])
-        return Started(folder, about["id"], config, size, about["store"])
+        return Started(folder, about["run"], config, size, about["store"])
     except FileNotFoundError:
         raise ValueError(f"--resume: {folder} holds no run; name one with --out") from None
     except KeyError as error:
@@ -126,7 +126,7 @@ class Run:
         self.store, self.started = store, started
         self.id = started.id if started else runtime.on_rank0(lambda: secrets.token_hex(8))
         self.folder = started.folder if started else None  # None until `open_folder` makes it
-        self.lock = ExitStack()  # on the folder, once it exists
+        self.opened = ExitStack()  # the folder's lock and log, until the run ends
         self.log = Log()
         self.log_size = 0  # bytes of the log that remain when it is opened
         self.clock = Clock()
@@ -140,9 +140,7 @@ class Run:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.log.file:
-            self.log.file.close()
-        self.lock.close()
+        self.opened.close()
 
     # ---- start or resume
 
@@ -158,7 +156,6 @@ class Run:
             runtime.say(f"{self.folder} was stopped before its first checkpoint: starting over")
             return None
         state = checkpoint.load(path, runtime, sharded=self.settings.run.fsdp)
-        checkpoint.check_entries(path, state)
         if state["run"] != self.id:
             raise ValueError(f"{path} belongs to another run: put back the one of {self.folder}")
         self.check_settings(path, state)
@@ -177,7 +174,7 @@ class Run:
     def find_checkpoint(self) -> Path | None:
         """On rank 0, lock the folder and choose a checkpoint; None if none was ever written."""
         if not self.settings.run.dry_run:  # no other process may write until this run ends
-            self.lock.enter_context(folder_lock(self.folder, wait=False))
+            self.opened.enter_context(folder_lock(self.folder, wait=False))
         # A folder that somebody else made may hold a link to any of the user's files.
         if (log := self.folder / "log.jsonl").is_symlink():
             raise ValueError(f"{log} is a link: replace it with the file")
@@ -238,7 +235,7 @@ class Run:
     def make_folder(self) -> Path:
         run, model = self.settings.run, self.settings.model
         folder = new_folder(run.out, f"runs/{model.model}-{model.size}")
-        self.lock.enter_context(folder_lock(folder, wait=False))
+        self.opened.enter_context(folder_lock(folder, wait=False))
         copy_ranks(self.settings.data.tokenizer, folder)
         return folder
 
@@ -272,16 +269,17 @@ class Run:
         if file.exists() and started_with(self.folder).id != self.id:
             raise ValueError(f"--out {self.folder} holds another run on {platform.node()}")
         self.folder.mkdir(parents=True, exist_ok=True)
-        about = self.about() | {"id": self.id, "config": config, "store": self.store["sha256"]}
+        about = self.about() | {"config": config, "store": self.store["sha256"]}
         with atomic_write(file) as out:
             out.write(json.dumps(about, indent=2).encode())
 
     def open_log(self) -> None:
+        file = self.opened.enter_context((self.folder / "log.jsonl").open("ab"))
+        file.truncate(min(self.log_size, file.tell()))
         board = None
         if self.settings.run.wandb:
             board = open_wandb(self.folder, self.id, flattened(self.settings))
-        self.log = Log((self.folder / "log.jsonl").open("a+b"), board)
-        self.log.cut(self.log_size)
+        self.log = Log(file, board)
 
     # ---- progress
 
@@ -399,8 +397,7 @@ class Run:
         self.log_checkpoint()
 
     def log_checkpoint(self) -> None:
-        clock = self.clock.as_dict()
-        self.log.write("checkpoint", step=clock["step"], file=self.saved_path.name, clock=clock)
+        self.log.write("checkpoint", step=self.clock.step, file=self.saved_path.name)
 
 
 # ---- its folder
@@ -472,11 +469,7 @@ class Log:
         self.file.flush()
         if self.board and "consumed_tokens" in values:
             numbers = {f"{event}/{n}": v for n, v in values.items() if isinstance(v, (int, float))}
-            self.board.log({**numbers, "consumed_tokens": values["consumed_tokens"]})
-
-    def cut(self, size: int) -> None:
-        """Keep at most the first `size` bytes."""
-        self.file.truncate(min(size, self.file.tell()))
+            self.board.log(numbers | {"consumed_tokens": values["consumed_tokens"]})
 
     def size(self) -> int:
         """Sync the log to disk and return its length in bytes."""
@@ -489,14 +482,7 @@ class Log:
 def open_wandb(folder: Path, run_id: str, settings: Flat) -> Any:
     import wandb
 
-    board = wandb.init(
-        project=os.environ.get("WANDB_PROJECT", "parsimony"),
-        id=run_id,
-        name=folder.name,
-        dir=str(folder),
-        config=settings,
-        resume="allow",
-    )
+    board = wandb.init(id=run_id, name=folder.name, dir=folder, config=settings, resume="allow")
     board.define_metric("*", step_metric="consumed_tokens")
     return board
 
@@ -509,7 +495,6 @@ def read_log(folder: Path) -> Iterator[dict]:
     with file.open(encoding="utf-8", errors="replace") as lines:
         for text in lines:
             try:
-                line = json.loads(text)
+                yield json.loads(text)
             except ValueError:
-                line = None
-            yield line if isinstance(line, dict) and "event" in line else {"event": "torn"}
+                yield {"event": "torn"}

@@ -55,10 +55,8 @@ def with_settings_of_init(given: Flat) -> Flat:
         raise ValueError(f"--init {init} is a model with {actual}, not {asked}: leave that out")
     settings = implied | given
     if source:
-        settings["model.init"] = str(source.path)
-    else:
-        settings.setdefault("optim.lr", usual_lr(settings) / 10)
-    return settings
+        return settings | {"model.init": str(source.path)}
+    return {"optim.lr": usual_lr(settings) / 10} | settings
 
 
 def settings_of_run(saved: Flat, given: Flat) -> Flat:

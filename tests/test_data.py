@@ -1,8 +1,6 @@
 """From documents to batches: the example in the heads of data.py and plan.py, samples, and rows."""
 
-import os
 import re
-import shutil
 from dataclasses import replace
 from itertools import pairwise
 
@@ -15,17 +13,22 @@ from small_stores import BYTES_END as END
 from small_stores import TOY, in_memory
 from test_plan import plan
 
-import data
 from data import GptTask, Rows, Samples, as_pieces, collate, loss_divisor, reshape, reshaped_len
 from kernels.cross_entropy import IGNORE
 from support.clock import Clock, Cursor
-from support.store import Store
 
 FEW = settings(max_examples=40, deadline=None)
 
 
 def letters(tokens):
     return "".join({END: ".", IGNORE: "_"}.get(token) or chr(token) for token in tokens)
+
+
+def shown(batch, row):
+    """Return a row as the head of data.py shows it: tokens, targets, positions, documents."""
+    texts = [letters(field[row].tolist()) for field in (batch.tokens, batch.targets)]
+    numbers = [field[row].tolist() for field in (batch.positions, batch.doc_ids)]
+    return " ".join([*texts, *("".join(map(str, n)).replace("-1", "-") for n in numbers)])
 
 
 def test_the_example_in_the_heads_of_data_and_plan_is_right():
@@ -38,19 +41,15 @@ def test_the_example_in_the_heads_of_data_and_plan_is_right():
     assert first.samples.spans(np.arange(4)).tolist() == [[0, 8], [8, 10], [10, 13], [13, 18]]
     assert first.samples.shuffled(np.arange(4), seed=1337).tolist() == [3, 0, 2, 1]
     step = first(Clock())
-    rows, batch = step.window.rows, step.batch
+    rows = step.window.rows
     assert rows.pieces["start"].tolist() == [0, 13, 10, 8]
     assert rows.pieces["stop"].tolist() == [8, 18, 13, 10]
     assert rows.offsets.tolist() == [0, 1, 3, 4]
-    assert [letters(row) for row in batch.tokens.tolist()] == [".parsimo", "........"]
-    assert [letters(row) for row in batch.targets.tolist()] == ["parsimon", "________"]
-    assert batch.positions.tolist() == [[*range(8)], [0] * 8]
-    assert batch.doc_ids.tolist() == [[0] * 8, [-1] * 8]
+    assert shown(step.batch, 0) == ".parsimo parsimon 01234567 00000000"
+    assert shown(step.batch, 1) == "........ ________ 00000000 --------"
     batch = second(Clock()).batch
-    assert [letters(row) for row in batch.tokens.tolist()] == [".less.is", "ny......"]
-    assert [letters(row) for row in batch.targets.tolist()] == ["less.is.", "y.______"]
-    assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 0, 0, 0, 0, 0, 0]]
-    assert batch.doc_ids.tolist() == [[0] * 5 + [1] * 3, [0] * 2 + [-1] * 6]
+    assert shown(batch, 0) == ".less.is less.is. 01234012 00000111"
+    assert shown(batch, 1) == "ny...... y.______ 01000000 00------"
     assert (step.divisor, step.after.step, step.after.consumed_tokens) == (18, 1, 18)
     assert step.after.cursor == Cursor(first_draw=4)
 
@@ -69,29 +68,6 @@ def test_samples_equal_a_worked_example():
     assert spans_of(Samples(TOY, "pieces", 2, split="val")) == [(6, 8), (8, 9)]
     bert = Samples(TOY, "bert", 5)
     assert bert.max_piece_len == 3 and spans_of(bert) == [(0, 3), (3, 4)]
-
-
-def test_samples_of_a_large_store_come_from_a_table_on_disk(store_dir, tmp_path, monkeypatch):
-    """The table is made once, for each kind of samples. A small store keeps them in memory."""
-    analyses = shutil.ignore_patterns("curriculum")  # which runs of other tests have added
-    large = Store.open(shutil.copytree(store_dir, tmp_path / "large", ignore=analyses))
-    for kind, seq_len in (("pieces", 30), ("bert", 32)):  # both are cut every 30 tokens
-        expected = spans_of(Samples(large, kind, seq_len, "val"))
-        with monkeypatch.context() as patch:
-            patch.setattr(data, "IN_MEMORY", 0)
-            patch.setattr(data, "DOCUMENTS_AT_ONCE", 7)
-            assert spans_of(Samples(large, kind, seq_len, "val")) == expected
-            patch.setattr(data, "atomic_write", None)  # a call would fail
-            assert spans_of(Samples(large, kind, seq_len, "val")) == expected, "read from disk"
-    first, _ = large.path.glob("*.spans")
-    whole = first.read_bytes()
-    for size in (0, 7, len(whole) - 16):
-        os.truncate(first, size)
-        with monkeypatch.context() as patch:
-            patch.setattr(data, "IN_MEMORY", 0)
-            for kind, seq_len in (("pieces", 30), ("bert", 32)):
-                assert len(spans_of(Samples(large, kind, seq_len, "val"))) > 10
-        assert first.read_bytes() == whole, "a table that was cut is made again"
 
 
 # ---- rows

@@ -334,7 +334,8 @@ class Trained:
     def state(self) -> dict:
         more = {"step": 1, "best": math.inf, "best_step": 0, "config": {"argv": ["--fsdp"]}}
         weights, optimizers = self.model.state_dict(), self.optimizers.state_dict()
-        return {"model": weights, "optimizers": optimizers} | more
+        state = {"model": weights, "optimizers": optimizers, **more}
+        return dict.fromkeys(checkpoint.ENTRIES) | state
 
 
 def close(numbers, expected) -> bool:

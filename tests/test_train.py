@@ -22,7 +22,7 @@ from support.process import ROOT
 
 LINE = (
     "step consumed_tokens real_tokens layer_tokens loss lr max_piece_len kept_tokens padding_share"
-    " pieces attention_share ms data_ms difficulty_seqlen difficulty_rarity pool"
+    " pieces ms data_ms difficulty_seqlen difficulty_rarity pool"
 )
 BY_DOCUMENTS = "--pack-batch documents"
 SHORT = "--tokens 1024 --eval-every 0 --checkpoint-every 0"  # four steps

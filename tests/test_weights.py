@@ -13,7 +13,6 @@ import json
 import math
 import re
 import shutil
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -233,9 +232,8 @@ def test_an_export_loads_bit_for_bit_and_transformers_computes_the_same(
     theirs = output.prediction_logits if "nsp" in flags else output.logits
     assert_close(logits[real], theirs[real], torch.float32)
     path = save(read.state_dict(), folder)
-    assert torch.load(path).keys() & {"lm_head.weight", "cls.predictions.decoder.bias"}, (
-        "has copies of tied weights"
-    )
+    copies_of_tied_weights = {"lm_head.weight", "cls.predictions.decoder.bias"}
+    assert torch.load(path).keys() & copies_of_tied_weights
     again = shape.build()
     load_into(again, path)
     assert published.settings_in(path)["model.mlp_width"] == 24
@@ -477,12 +475,12 @@ def begin(store_dir, tmp_path, monkeypatch):
     def start(init, flags: str = "", out: str = "next") -> dict:
         first = {}
 
-        def noted(self, of):
-            first.update(self.model.state_dict())
-            raise KeyboardInterrupt
+        def noted(run, data, plan, trainer):
+            first.update(trainer.model.state_dict())
+            return 0
 
-        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
-            patch.setattr(train.Trainer, "train_step", noted)
+        with monkeypatch.context() as patch:
+            patch.setattr(train, "train", noted)
             train.main(f"--init {init} --data {store_dir} --out {out} {FEW} {flags}".split())
         return first
 
@@ -499,7 +497,7 @@ def made_of(folder) -> tuple[dict, dict]:
     return about["config"], about["model_size"]
 
 
-def test_a_run_starts_with_the_weights_of_another(begin, run_of, tmp_path, monkeypatch):
+def test_a_run_starts_with_the_weights_of_another(begin, run_of, tmp_path):
     """Kind, size, layers, heads, widths, positions and the row length follow from that run."""
     saved = checkpoint.load(newest(run_of()))["model"]
     assert same(begin(run_of()), saved)
@@ -507,9 +505,6 @@ def test_a_run_starts_with_the_weights_of_another(begin, run_of, tmp_path, monke
     names = [*weights.MODEL_SETTINGS, "data.seq_len", "data.tokenizer", "optim.beta2"]
     assert our_size == their_size and all(ours[name] == theirs[name] for name in names)
     assert ours["model.init"] == str(newest(run_of())), "fixed, even if the other run continues"
-    # Control: without --init, weights depend on the seed.
-    monkeypatch.setattr(train, "initial_model", lambda shape, *_: Transformer(shape))
-    assert not same(begin(run_of(), out="control"), saved)
 
 
 def test_init_works_with_a_bert_with_pairs_and_with_learned_positions(begin, run_of, tmp_path):
@@ -519,8 +514,6 @@ def test_init_works_with_a_bert_with_pairs_and_with_learned_positions(begin, run
     kept = {n: v for n, v in saved.items() if not n.startswith(("pooler", "nsp"))}
     assert same(begin(source, "--no-nsp", out="alone"), kept)
     assert made_of(tmp_path / "alone")[1] == {"vocab_size": 320, "positions": 2048}
-    message = refusal(begin, source, "--seq-len 4096 --batch-tokens 8192", out="long")
-    assert re.search(r"--seq-len 4096: --init .* has only 2048 positions", message)
 
 
 def test_init_is_read_until_there_is_a_checkpoint(begin, store_dir, tmp_path, capsys):
@@ -554,14 +547,9 @@ def test_init_from_a_shadow_gives_every_present_layer_its_own_weights(begin, run
         assert same(begin(path, out=f"next{owners[1]}"), weights.real_weights(state))
 
 
-def test_init_refuses_another_tokenizer_and_damaged_weights(begin, run_of, tmp_path):
+def test_init_refuses_another_tokenizer(begin, run_of, tmp_path):
     """tests/test_mistakes.py has more refusals."""
-    source = newest(run_of())
-    state = checkpoint.load(source) | {"tokenizer_fingerprint": "another"}
+    state = checkpoint.load(newest(run_of())) | {"tokenizer_fingerprint": "another"}
     checkpoint.save(tmp_path / "changed/step-00000004.pt", state)
     assert "with tokenizer bytes, but the store has" in refusal(begin, tmp_path / "changed")
-    content = bytearray(source.read_bytes())
-    content[len(content) // 2] ^= 1
-    (tmp_path / "damaged.pt").write_bytes(content)
-    assert "damaged.pt is damaged" in refusal(begin, tmp_path / "damaged.pt")
     assert not (tmp_path / "next").exists()
