@@ -232,16 +232,16 @@ def index_fingerprint(samples: Samples, name: str) -> str:
     made_of["made"] = (samples.split, samples.kind == "rows", samples.without_eot)
     made_of |= {"format": 1, "metric": name, "seq_len": samples.max_piece_len}
     made_of["dtype"] = METRICS[name].dtype
-    made_of["source"] = [source_of(f) for f in (METRICS[name].value, surprisal, count_shard)]
+    made_of["source"] = [code_of(f) for f in (METRICS[name].value, surprisal, count_shard)]
     return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
 
 
-def source_of(function: Callable) -> str:
-    """Return the source of a function, and of those in its file that it calls."""
+def code_of(function: Callable) -> str:
+    """Return the source code of a function, and of those in its file that it calls."""
     function = inspect.unwrap(function)
     called = [function.__globals__.get(name) for name in function.__code__.co_names]
     inner = [f for f in called if inspect.isfunction(f) and f.__module__ == function.__module__]
-    return "".join([inspect.getsource(function), *map(source_of, inner)])
+    return "".join([inspect.getsource(function), *map(code_of, inner)])
 
 
 def index_folder(samples: Samples) -> Path:
