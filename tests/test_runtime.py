@@ -86,8 +86,9 @@ COMMANDS = "train prepare evaluate sample report analyze packing support.weights
 
 
 def import_on_windows(command: str) -> None:
-    ours = [name for name, m in sys.modules.items() if str(ROOT) in str(getattr(m, "__file__", ""))]
-    for name in ours:
+    folders = {ROOT, ROOT / "support", ROOT / "kernels"}  # not a virtual environment in ROOT
+    files = {name: getattr(m, "__file__", None) or "" for name, m in sys.modules.items()}
+    for name in [name for name, file in files.items() if Path(file).parent in folders]:
         del sys.modules[name]
     sys.modules["fcntl"], sys.platform = None, "win32"
     importlib.import_module(command)
