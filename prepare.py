@@ -237,6 +237,8 @@ def input_files(given: str | Path) -> Iterator[tuple[Path, str]]:
 
 def kind_of(path: Path) -> str:
     """Tell what one document is: "file", "line" (of JSON) or "row"; refuse tables and the like."""
+    if not path.is_file():  # such as a pipe, which would be waited for
+        raise ValueError(f"{path}: is no file")
     if any("\udc80" <= char <= "\udcff" for char in str(path)):  # how Python shows other bytes
         raise ValueError(f"{path}: has a name that is not UTF-8: rename it")
     with decompressed(path) as file:

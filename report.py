@@ -175,8 +175,8 @@ def flags_of(settings: Flat) -> tuple[str, ...]:
 
 
 def write_page(*folders: Path, out: Path | None = None, loss: float | None = None) -> Path:
-    """Write a page about these runs to `out` (default: report.html, for one run in its folder)."""
-    file = out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
+    """Write a page about these runs to `out` (default: compared.html; report.html in a run)."""
+    file = out or (folders[0] / "report.html" if len(folders) == 1 else Path("compared.html"))
     text = page([read_run(folder) for folder in folders], loss)
     with atomic_write(file) as stream:
         stream.write(text.encode())
@@ -531,7 +531,7 @@ def medians(x: np.ndarray, y: np.ndarray, parts: int) -> tuple[np.ndarray, np.nd
 def main(argv: list[str] | None = None) -> None:
     parser = Parser(prog="report.py", description="Show a run, or compare several.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("--out", type=Path, help="file to write (default: report.html)")
+    parser.add_argument("--out", type=Path, help="file to write (default: compared.html)")
     parser.add_argument("--loss", type=real_number, help="compare costs to these bits per byte")
     args = parser.parse_args(argv)
     if len({folder.resolve() for folder in args.runs}) < len(args.runs):

@@ -418,7 +418,12 @@ def new_folder(out: str | None, stem: str) -> Path:
 
 
 def check_out(out: str | None) -> None:
-    """Refuse a folder for a new run that holds files or cannot be made; None stands for runs/."""
+    """Refuse a folder for a new run that holds files or cannot be made; None stands for runs/.
+
+    Only rank 0 is asked: the others keep nothing there but a copy of config.json.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return
     folder = Path(out or "runs")
     # Hidden names do not count: a run killed while it started may have left one.
     if out and folder.exists() and (not folder.is_dir() or any(folder.glob("[!.]*"))):

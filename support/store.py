@@ -173,10 +173,9 @@ class Store:
         tokens = mapped("tokens.bin", meta["tokens"], meta["dtype"])
         offsets = mapped("documents.idx", meta["documents"] + 1, "int64")
         ends = np.array([0, meta["train_documents"], meta["documents"]])
-        if (
-            offsets[ends].tolist() != [0, meta["train_tokens"], meta["tokens"]]
-            or sha256_of(path / "documents.idx") != meta["sha256"]["documents.idx"]
-        ):
+        if offsets[ends].tolist() != [0, meta["train_tokens"], meta["tokens"]] or sha256_of(
+            path / "documents.idx"
+        ) != meta["sha256"].get("documents.idx"):
             raise ValueError(f"{path}: documents.idx does not match meta.json: prepare it again")
         return cls(path, meta, tokens, offsets)
 
@@ -203,9 +202,11 @@ def read_meta(path: Path) -> dict:
     try:
         meta = json.loads(file.read_text())
         wrong = [name for name, kind in META.items() if not isinstance(meta.get(name), kind)]
+        if not wrong and meta["dtype"] not in ("uint16", "uint32"):
+            wrong = ["dtype"]
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{path}: not a token store: make one with prepare.py") from None
-    except (AttributeError, ValueError):
+    except (AttributeError, ValueError, RecursionError):
         wrong = ["no object"]
     if wrong:
         raise ValueError(f"{file} is damaged ({wrong[0]}): prepare the store again")

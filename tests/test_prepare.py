@@ -102,12 +102,13 @@ def test_bad_files_are_refused_if_named_and_skipped_in_a_folder(tmp_path, monkey
     folder.mkdir()
     (folder / "zy").symlink_to("0.txt")  # which is read below
     (folder / "zz").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(folder / "zzz")  # nobody writes to it
     problems = [printable(f"{folder / name}{problem}") for name, _, problem in BAD_INPUTS]
     for (name, content, _), problem in zip(BAD_INPUTS, problems, strict=True):
         (folder / name).write_bytes(content)
         assert printable(refusal(read, folder / name)).startswith(problem)
     problems.append(f"{folder / 'zy'}: is a link to a file that is given as well")
-    problems.append(f"{folder / 'zz'}: No such file")
+    problems += [f"{folder / 'zz'}: is no file", f"{folder / 'zzz'}: is no file"]
     assert refusal(make, folder, tmp_path / "out") == f"{folder}: no document has any text"
     (folder / "0.txt").write_text("one")
     (folder / "1.txt").write_text("né🙂 " * 3000)
@@ -120,7 +121,7 @@ def test_bad_files_are_refused_if_named_and_skipped_in_a_folder(tmp_path, monkey
     skipped = Corpus([folder], 0).skipped
     assert all(map(str.startswith, skipped, problems)) and len(skipped) == len(problems)
     first, *output = capsys.readouterr().err.splitlines()
-    assert first.startswith("skipped 25 files; ") and output == [f"  {why}" for why in skipped[:5]]
+    assert first.startswith("skipped 26 files; ") and output == [f"  {why}" for why in skipped[:5]]
     assert "none.jsonl: no such file" in refusal(Corpus, [TINY, "none.jsonl"])
     assert "the empty string: no such file" in refusal(Corpus, [""])
 

@@ -174,14 +174,14 @@ def test_what_was_evaluated_on_different_text_is_not_compared(make):
         assert "Cost to reach" not in text and "Held-out loss bits per byte, lower" not in text
 
 
-def test_a_comparison_shows_the_spread_of_seeds_and_all_four_costs(make, capsys):
+def test_a_comparison_shows_the_spread_of_seeds_and_all_four_costs(make, capsys, monkeypatch):
     runs = [make("a"), make("b", flags="--seed 2", losses=(3.0, 2.1), ms=300.0)]
     runs.append(make("c", flags="--ltd", losses=(2.0, 1.5)))
     runs.append(make("d", flags="--pack", losses=(3, 2.6)))
-    out = f"{runs[0]}/compared.html"
-    report.main([*map(str, runs), "--loss", "2.5", "--out", out])
-    assert capsys.readouterr().out == f"report: {out}\n"
-    text = seen(Path(out).read_text(encoding="utf-8"))
+    monkeypatch.chdir(runs[0])
+    report.main([*map(str, runs), "--loss", "2.5"])
+    assert capsys.readouterr().out == "report: compared.html\n", "not the frame of pages"
+    text = seen(Path("compared.html").read_text(encoding="utf-8"))
     assert "plain, 2 seeds against --ltd, 1 seed against --pack, 1 seed; all with" in text
     assert "2.050 (2.000 to 2.100) bits per byte at the end on 90 held-out tokens" in text
     assert "slowest 33% of fastest: do not compare its time" in text
