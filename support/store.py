@@ -172,10 +172,9 @@ class Store:
 
         tokens = mapped("tokens.bin", meta["tokens"], meta["dtype"])
         offsets = mapped("documents.idx", meta["documents"] + 1, "int64")
-        ends = np.array([0, meta["train_documents"], meta["documents"]])
-        if offsets[ends].tolist() != [0, meta["train_tokens"], meta["tokens"]] or sha256_of(
-            path / "documents.idx"
-        ) != meta["sha256"].get("documents.idx"):
+        ends = [0, meta["train_documents"], meta["documents"]]
+        known = [0, meta["train_tokens"], meta["tokens"], meta["sha256"].get("documents.idx")]
+        if [*offsets[ends].tolist(), sha256_of(path / "documents.idx")] != known:
             raise ValueError(f"{path}: documents.idx does not match meta.json: prepare it again")
         return cls(path, meta, tokens, offsets)
 
@@ -202,12 +201,11 @@ def read_meta(path: Path) -> dict:
     try:
         meta = json.loads(file.read_text())
         wrong = [name for name, kind in META.items() if not isinstance(meta.get(name), kind)]
-        if not wrong and meta["dtype"] not in ("uint16", "uint32"):
-            wrong = ["dtype"]
+        np.dtype(meta.get("dtype"))
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{path}: not a token store: make one with prepare.py") from None
-    except (AttributeError, ValueError, RecursionError):
-        wrong = ["no object"]
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
+        wrong = [error]
     if wrong:
         raise ValueError(f"{file} is damaged ({wrong[0]}): prepare the store again")
     return meta | {"tokenizer": tokenizer_in(path, meta["tokenizer"])}
