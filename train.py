@@ -138,12 +138,12 @@ def run_training(run: Run, data: Data, micro_batch: int) -> int:
 
 def models_to_come(run: Run, shape: TransformerConfig) -> list[Transformer]:
     """The model, and with --pseudo that of every stage from now on, without their weights."""
-    settings = run.settings
-    if not settings.pseudo.on:
-        return [empty_model(shape)]
-    progress = run.clock.consumed_tokens / settings.optim.schedule_tokens
-    stages = pseudo.owners_to_come(settings.pseudo, settings.model.layers, progress)
-    return [pseudo.share_weights(empty_model(shape), owners) for owners in stages]
+    settings, models = run.settings, [empty_model(shape)]
+    if settings.pseudo.on:
+        progress = run.clock.consumed_tokens / settings.optim.schedule_tokens
+        stages = pseudo.owners_to_come(settings.pseudo, settings.model.layers, progress)
+        models = [pseudo.share_weights(empty_model(shape), owners) for owners in stages]
+    return models
 
 
 def first_trainer(
