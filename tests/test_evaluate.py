@@ -101,17 +101,23 @@ def test_next_sentence_accuracy_counts_right_answers_and_changes_nothing_else(st
     class Oracle(Even):
         def right_answers(self, x, batch):
             answers = batch.targets.flatten()[batch.answers]
+            seen.update(answers.tolist())
             says = {"right": answers, "wrong": 1 - answers, "yes": answers * 0}[self.says]
             return says == answers
 
     alone = evaluation_of(store, 64, "bert", tokens=5_000)
     evaluation = evaluation_of(store, 64, "pairs", tokens=5_000)
-    model, shares = Oracle(), {}
+    model, shares, seen = Oracle(), {}, set()
     for model.says in ("right", "wrong", "yes"):
         result = evaluation.run(model, ONE, 8)
         shares[model.says] = result.nsp_accuracy
         assert result._replace(nsp_accuracy=None, nsp_pairs=None) == alone.run(model, ONE, 8)
-    assert shares["right"] == 1 and shares["wrong"] == 0 and 0.3 < shares["yes"] < 0.7
+    assert (
+        seen == {0, 1}
+        and shares["right"] == 1
+        and shares["wrong"] == 0
+        and 0.3 < shares["yes"] < 0.7
+    )
 
 
 # ---- by document
@@ -152,6 +158,11 @@ def test_packed_documents_have_the_nats_of_their_pieces_alone(few, kind):
         assert documents.nats == pytest.approx(nats, rel=1e-12, abs=0)
     assert documents.numbers.tolist() == list(range(3, 15))
     assert model.training, "the model's mode is kept"
+    # Control: the comparison notices pieces that are counted for another document.
+    (part,) = evaluation.parts
+    exchanged = part.text._replace(document=np.roll(part.text.document, 1))
+    evaluation.parts = [part._replace(text=exchanged)]
+    assert documents_of(evaluation, model, 8).nats != pytest.approx(nats, rel=1e-12, abs=0)
 
 
 def test_long_and_empty_documents_equal_an_example_worked_by_hand():

@@ -11,6 +11,7 @@ import prepare
 import sample
 import train
 from model import Transformer, TransformerConfig
+from offload import Level, Offload, Placement, parts_of
 from support.tokenizer import get_encoding
 
 BYTES = get_encoding("bytes")
@@ -22,10 +23,10 @@ def model():
     return widen(Transformer(TransformerConfig(3, 2, 16, 32, ROW, 320))).eval()
 
 
-def draw(count=20, **options):
+def draw(count=20, of=None, **options):
     """Return the prompt and the generated tokens."""
     options = {"allowed": 257, "generator": torch.Generator().manual_seed(3)} | options
-    return [5, 6, *sample.generate(model(), [5, 6], count, **options)]
+    return [5, 6, *sample.generate(of or model(), [5, 6], count, **options)]
 
 
 # ---- which tokens are drawn
@@ -45,6 +46,14 @@ def test_temperature_0_draws_the_likeliest_token():
     assert draw(top_k=1) == draw(temperature=1e-320) == tokens
     assert draw(temperature=0, stop=tokens[2]) == [5, 6], "the stop token is not part of the text"
     assert max(draw(60, allowed=40, top_k=300)) < 40, "padding of the vocabulary is never drawn"
+
+
+def test_an_offloaded_model_generates_the_same_text():
+    expected, gpt = draw(3 * ROW), model()
+    first, *blocks = parts_of(gpt, False, torch.float32)
+    streamed = (part._replace(level=Level.STREAMED) for part in blocks)
+    Offload(Placement((first, *streamed), budget=0), gpt, torch.device("cpu"))
+    assert draw(3 * ROW, gpt) == expected
 
 
 # ---- the command

@@ -547,9 +547,14 @@ def test_init_from_a_shadow_gives_every_present_layer_its_own_weights(begin, run
         assert same(begin(path, out=f"next{owners[1]}"), weights.real_weights(state))
 
 
-def test_init_refuses_another_tokenizer(begin, run_of, tmp_path):
+def test_init_refuses_another_tokenizer_and_damaged_weights(begin, run_of, tmp_path):
     """tests/test_mistakes.py has more refusals."""
-    state = checkpoint.load(newest(run_of())) | {"tokenizer_fingerprint": "another"}
+    source = newest(run_of())
+    state = checkpoint.load(source) | {"tokenizer_fingerprint": "another"}
     checkpoint.save(tmp_path / "changed/step-00000004.pt", state)
     assert "with tokenizer bytes, but the store has" in refusal(begin, tmp_path / "changed")
+    content = bytearray(source.read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / "damaged.pt").write_bytes(content)
+    assert "damaged.pt is damaged" in refusal(begin, tmp_path / "damaged.pt")
     assert not (tmp_path / "next").exists()
