@@ -136,6 +136,12 @@ def known(name: str, device: str) -> list[dict]:
     return [record for path in sorted(folders) for record in records(file, path)]
 
 
+def known_costs(device: str, machine: str = "") -> list[dict]:
+    """Return a cost for each shape, the first that was recorded on a machine of this name."""
+    costs = [r for r in known("frontier-cost", device) if machine in r["hardware"]]
+    return [*{cost["shape"]: cost for cost in reversed(costs)}.values()]
+
+
 def plan_run(
     arm: Arm, stores: dict[str, Path]
 ) -> tuple[config.Config, TransformerConfig, Iterator[tuple[str, Step]]]:
@@ -225,11 +231,12 @@ def make_runs(args: argparse.Namespace) -> None:
 
 
 def measure_costs(args: argparse.Namespace) -> None:
-    """Time every shape that occurs in a recorded run and has no recorded cost."""
-    done = {record["shape"] for record in known("frontier-cost", args.device)}
+    """Time every shape that occurs in a recorded run and has no recorded cost, on --machine."""
+    done = {record["shape"] for record in known_costs(args.device, args.machine)}
     keep = recorder("frontier-cost", args, turns=args.turns)
     made = known("frontier", args.device)
     some = [r for r in made if not args.sections or r["section"] in args.sections]
+    some = [r for r in some if arm_of(r).is_plain or re.search(args.match or "", r["flags"])]
     for cost in costs_of(some, done, args):
         keep(cost)
 
@@ -286,7 +293,9 @@ class Point(NamedTuple):
         return statistics.mean(self.losses)
 
 
-def points_of(made: list[dict], costs: list[dict], fixed: str = "seconds") -> list[Point]:
+def points_of(
+    made: list[dict], costs: list[dict], fixed: str = "seconds", unit_seconds: float = UNIT_SECONDS
+) -> list[Point]:
     """Return the runs whose shapes were all timed, sorted by cost: seconds or raw tokens."""
     units = {cost["shape"]: cost["to_reference"][1] / UNIT for cost in costs}
     points = []
@@ -295,7 +304,7 @@ def points_of(made: list[dict], costs: list[dict], fixed: str = "seconds") -> li
         seeds = [*alike]
         shapes = seeds[0]["shapes"]  # empty on a GPU
         if shapes.keys() <= units.keys():
-            seconds = UNIT_SECONDS * sum(count * units[shape] for shape, count in shapes.items())
+            seconds = unit_seconds * sum(count * units[shape] for shape, count in shapes.items())
             own = statistics.median(record["train_seconds"] for record in seeds)
             losses = [record["val_bpb"] for record in seeds]
             plain, real = arm_of(seeds[0]).is_plain, seeds[0]["real_tokens"]
@@ -304,9 +313,14 @@ def points_of(made: list[dict], costs: list[dict], fixed: str = "seconds") -> li
     return sorted(points, key=attrgetter("cost", "loss"))
 
 
-def points_in(section: str, device: str, fixed: str = "seconds") -> list[Point]:
+def points_in(section: str, device: str, fixed: str = "seconds", machine: str = "") -> list[Point]:
+    """Return the runs of a section, with the costs of their steps on a machine of this name."""
     made = [record for record in known("frontier", device) if record["section"] == section]
-    return points_of(made, known("frontier-cost", device), fixed)
+    costs, unit_seconds = known_costs(device, machine), UNIT_SECONDS
+    if machine:
+        reference_ms = statistics.median(c["ms"][1] / c["to_reference"][1] for c in costs)
+        unit_seconds = UNIT * reference_ms / 1e3
+    return points_of(made, costs, fixed, unit_seconds)
 
 
 def envelope(points: list[Point]) -> list[Point]:
@@ -349,7 +363,7 @@ def between(x: float, points: list[tuple[float, float]]) -> float:
 
 def table(args: argparse.Namespace) -> str:
     """Return a section's table: both frontiers or, with --match, the runs that it finds."""
-    points = points_in(args.sections[0], args.device, args.fixed)
+    points = points_in(args.sections[0], args.device, args.fixed, args.machine)
     shared = arms_in(args.sections)[0].shared
     said = f"All runs also have `{shared}`.\n\n" * bool(shared)
     if args.match is None:
@@ -523,7 +537,8 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--sections", nargs="+", default=[], help="of bench/frontier.ini (all)")
     parser.add_argument("--stores", nargs="+", type=store_named, default=[], metavar="NAME=FOLDER")
     parser.add_argument("--most", type=int, help="how many runs to train now (all)")
-    parser.add_argument("--match", metavar="REGEX", help="report: only runs whose flags match")
+    parser.add_argument("--match", metavar="REGEX", help="only runs whose flags match")
+    parser.add_argument("--machine", default="", help="only costs of this hardware, such as AVX2")
     parser.add_argument("--fixed", choices=FIXED, default="seconds", help="held fixed (seconds)")
     parser.add_argument("--least-seeds", type=int, default=1, help="report: seeds of a run (1)")
     return parser

@@ -62,7 +62,8 @@ def cpu_name() -> str:
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
     model = re.search(r"^model name\s*: (.*)", text, re.M)
     name = model[1] if model else platform.processor() or platform.machine()
-    return f"{name}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}"
+    vectors = torch.backends.cpu.get_cpu_capability()  # such as AVX2
+    return f"{name}, {vectors}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}"
 
 
 def command_line(docstring: str, *, turns: int | None = None) -> argparse.ArgumentParser:
