@@ -24,6 +24,7 @@ embeddings tell the parts apart; here a piece is cut at any token, and [SEP] sep
     python train.py --model bert --nsp --pack
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, NamedTuple
@@ -308,8 +309,8 @@ class BertConfig(TransformerConfig):
     kind: ClassVar[str] = "bert"
     causal: ClassVar[bool] = False
 
-    def build(self) -> "Bert":
-        return Bert(self)
+    def build(self, kept: Collection[int] | None = None) -> "Bert":
+        return Bert(self, kept)
 
     @property
     def gelu(self) -> str:
@@ -333,8 +334,8 @@ class PostNormBlock(Block):
 class Bert(Transformer):
     """BERT of arXiv 1810.04805: post-LN, bidirectional, a masked-token head, no segments."""
 
-    def __init__(self, config: BertConfig):
-        super().__init__(config)
+    def __init__(self, config: BertConfig, kept: Collection[int] | None = None):
+        super().__init__(config, kept)
         if config.nsp:  # last, so that --nsp does not change the initial values of other weights
             self.pooler = nn.Linear(config.width, config.width)
             self.nsp = nn.Linear(config.width, 2)
@@ -351,7 +352,7 @@ class Bert(Transformer):
         self.mlm_bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def init_weights(self) -> None:
-        self.apply(init_module)
+        self.init_modules()
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         return self.ln_f(super().embed(tokens, positions))  # a post-LN stack starts with its norm

@@ -24,7 +24,7 @@ Letters used in the whole repository:
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -78,8 +78,8 @@ class TransformerConfig:
             is_odd = f"--width {self.width} / --heads {self.heads} is {self.head_width}"
             raise ValueError(f"--pos rope needs an even head width, but {is_odd}")
 
-    def build(self) -> "Transformer":
-        return Transformer(self)
+    def build(self, kept: Collection[int] | None = None) -> "Transformer":
+        return Transformer(self, kept)
 
     @property
     def head_width(self) -> int:
@@ -161,9 +161,12 @@ def run_recomputed(layer: int, block: "Block", x: Tensor, meta: "TokenMeta") -> 
 
 
 class Transformer(nn.Module):
-    """A GPT or Llama: tokens -> hidden states -> loss or logits."""
+    """A GPT or Llama: tokens -> hidden states -> loss or logits.
 
-    def __init__(self, config: TransformerConfig):
+    Args: kept layers whose weights are needed; the others are one block, to be replaced. None: all
+    """
+
+    def __init__(self, config: TransformerConfig, kept: Collection[int] | None = None):
         super().__init__()
         self.config = config
         self.run_block: BlockRunner = run_plain  # for calls that pass none
@@ -171,7 +174,12 @@ class Transformer(nn.Module):
         if config.pos == "learned":
             self.wpe = nn.Embedding(config.seq_len, config.width)
         self.drop = nn.Dropout(config.dropout)
-        self.h = nn.ModuleList(self.new_block() for _ in range(config.layers))
+        self.h, spare = nn.ModuleList(), None
+        for layer in range(config.layers):
+            block = self.new_block()  # draws random numbers, also if it is not kept
+            if kept is not None and layer not in kept:
+                block = spare = spare or block
+            self.h.append(block)
         self.ln_f = norm_of(config)
         if not config.tied:
             self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False)
@@ -186,10 +194,15 @@ class Transformer(nn.Module):
 
     def init_weights(self) -> None:
         """Draw the weights as GPT-2 does, section 2.3: the residual stream sums 2 L outputs."""
-        self.apply(init_module)
+        self.init_modules()
         for block in self.h:
             for out in (block.attn.c_proj, block.mlp.c_proj):
                 nn.init.normal_(out.weight, std=0.02 / math.sqrt(2 * self.config.layers))
+
+    def init_modules(self) -> None:
+        for part in self.children():
+            for module in part if part is self.h else [part]:  # a spare block as often as it stands
+                module.apply(init_module)
 
     def forward(
         self,

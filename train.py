@@ -150,8 +150,10 @@ def first_trainer(
     run: Run, shape: TransformerConfig, micro_batch: int, state: dict | None
 ) -> "Trainer":
     """Make the trainer that a run starts with, from a checkpoint's state if it resumes."""
-    settings, runtime = run.settings, run.runtime
-    model = empty_model(shape) if state else initial_model(shape, settings, runtime.say)
+    settings, runtime, kept = run.settings, run.runtime, None
+    if settings.pseudo.on:  # do not make the weights that are shared
+        kept = {*pseudo.owners_at(settings.pseudo, settings.model.layers, 0.0)}
+    model = empty_model(shape) if state else initial_model(shape, settings, runtime.say, kept)
     if settings.model.init and not state:  # each machine reads its own file: they must be the same
         bits = sum(sum_of_bits(tensor).item() for tensor in model.state_dict().values())
         runtime.check_same({"the weights of --init": bits})

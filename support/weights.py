@@ -11,7 +11,7 @@ layouts (tests/test_weights.py).
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,11 +96,17 @@ def model_size(settings: Settings, encoding: tiktoken.Encoding) -> ModelSize:
 
 
 def initial_model(
-    config: TransformerConfig, settings: Settings, say: Callable[[str], None] = lambda line: None
+    config: TransformerConfig,
+    settings: Settings,
+    say: Callable[[str], None] = lambda line: None,
+    kept: Collection[int] | None = None,
 ) -> Transformer:
-    """Make a model with the initial weights of this seed, or with those that --init names."""
+    """Make a model with the initial weights of this seed, or with those that --init names.
+
+    Args: kept as for `Transformer`
+    """
     torch.manual_seed(seed_of(settings.run.seed, "weights"))
-    model, init = config.build(), settings.model.init
+    model, init = config.build(kept), settings.model.init
     left_out: list[str] = []
     if source := source_of(init):
         weights = real_weights(checkpoint.load(source.path))
@@ -132,6 +138,8 @@ def source_of(init: str | Path | None) -> CheckpointInfo | None:
     """
     if not init or any((Path(init) / name).exists() for name in published.IN_A_FOLDER):
         return None
+    if Path(init).is_dir() and not checkpoint.steps_in(Path(init)):
+        raise ValueError(f"{init} holds neither a checkpoint nor published weights")
     path = checkpoint.find(init, "last") if Path(init).is_dir() else Path(init)
     try:
         state = checkpoint.outline(path)
