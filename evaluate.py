@@ -321,8 +321,8 @@ def main(argv: list[str] | None = None) -> None:
     flag("--by-document", type=Path, metavar="FILE", help="write the result of each, as JSON lines")
     args = parser.parse_args(argv)
     file = args.by_document
-    if file and not file.parent.is_dir():  # before the run is loaded
-        raise ValueError(f"--by-document {file}: there is no folder {file.parent}")
+    if file and (file.exists() or not file.parent.is_dir()):  # before the run is loaded
+        raise ValueError(f"--by-document {file}: name a new file, in a folder that exists")
     settings, model, state = load_run(args.run, args.checkpoint)
     runtime = start(args.device, settings.run.dtype)
     model.to(runtime.device)
@@ -335,15 +335,16 @@ def main(argv: list[str] | None = None) -> None:
     result = evaluation.total(of_each)
     if not math.isfinite(result.val_loss):
         raise ValueError(f"{args.run}: the model's loss on this text is not finite")
-    runtime.say(f"{args.run}, step {state['step']}: held-out {result}, on {evaluation.description}")
+    lines = [f"{args.run}, step {state['step']}: held-out {result}, on {evaluation.description}"]
     size = f"{result.targets:,} targets, {result.bytes:,} bytes"
-    runtime.say(f"{result.val_loss:.4f} nats per target, over {size}")
+    lines.append(f"{result.val_loss:.4f} nats per target, over {size}")
     if file:
         scores, part = of_each[0], evaluation.parts[0]
         runtime.on_rank0(lambda: scores.save(file))
         which = "" if part.is_whole else ", those with a piece among these tokens"
-        written = f"{len(scores.numbers):,} of {len(part.documents):,} documents"
-        runtime.say(f"{file}: {written}{which}")
+        lines.append(f"{file}: {len(scores.numbers):,} of {len(part.documents):,} documents{which}")
+    if runtime.is_rank0:
+        print(*lines, sep="\n")  # an error if nobody can read them, unlike what `say` prints
 
 
 if __name__ == "__main__":

@@ -312,6 +312,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if all(text.isdecimal() for text in args.source):
         lengths = np.array([int(text) for text in args.source])
+    elif len(args.source) > 1:
+        raise ValueError(f"{' '.join(args.source)}: name {sources}")
     else:
         samples = Samples(Store.open(args.source[0]), "pieces", args.max_len)
         start, stop = samples.spans(np.arange(len(samples))).T

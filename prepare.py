@@ -23,7 +23,6 @@ the training documents, and makes no store.
 import base64
 import gzip
 import io
-import json
 import os
 import signal
 import sys
@@ -99,7 +98,7 @@ def prepare(inputs: Sequence[str | Path], out: Path, encoding: Encoding, **optio
                 notes["skipped"] += len(ids) == 0
                 notes["repeats"] += len(ids) > 0 and doc.is_repeat
                 notes["spelled"] += END in doc.text
-        about = {"document": " or a ".join(sorted({kind for *_, kind in corpus.files}))}
+        about = {"document": " or a ".join(sorted(corpus.kinds))}
         about["held_out_by"] = "hash" if corpus.training_characters is None else "tail"
         about |= {"holdout": corpus.holdout, "split_on": corpus.split_on}
         return writer.finish(inputs, **notes, **about)
@@ -158,6 +157,11 @@ class Corpus:
         if self.skipped:
             count = f"skipped {several(len(self.skipped), 'file')}; the first ones:"
             print(count, *self.skipped[:5], sep="\n  ", file=sys.stderr)
+        self.kinds = {kind for *_, kind in self.files}
+        if self.split_on is not None and (self.split_on == "" or "file" not in self.kinds):
+            raise ValueError(f"--split-on {self.split_on!r} has no effect here: leave it out")
+        if self.text_column != "text" and self.kinds <= {"file"}:
+            raise ValueError(f"--text-column {self.text_column} has no effect on plain text")
         self.training_characters = self._before_the_tail() if self.holdout > 1 else None
 
     def documents(self) -> Iterator[Document]:
@@ -169,13 +173,14 @@ class Corpus:
 
     def _by_hash(self) -> Iterator[Document]:
         """Yield all documents; the hash of each, or of the first one of its text, decides."""
-        sides: dict[int, bool] = {}  # by Python's hash of the text, which has 64 bits
+        sides: dict[int, bool] = {}  # by `hash_of` the text
         for path, name, kind in self.files:
             for id, text in self._read(path, name, kind):
-                is_repeat = hash(text) in sides
+                key = hash_of(text)
+                is_repeat = key in sides
                 crc32 = zlib.crc32((text if id is None else id).encode())
                 held_out = self.holdout > 0 and crc32 % self.holdout == 0
-                yield Document(text, sides.setdefault(hash(text), held_out), is_repeat)
+                yield Document(text, sides.setdefault(key, held_out), is_repeat)
 
     def _before_the_tail(self) -> int | None:
         """Count the characters before the last 1/holdout; None if hashes give both sides text."""
@@ -203,6 +208,11 @@ class Corpus:
             except UnicodeEncodeError:
                 raise ValueError(f"{path}:{number}: has half of a surrogate pair") from None
             yield None if id is None else str(id), text or ""
+
+
+def hash_of(text: str) -> int:
+    """Hash a text to 64 bits, whatever its blanks and line ends."""
+    return hash("".join(text.split()))
 
 
 # ---- files
@@ -249,7 +259,7 @@ def kind_of(path: Path) -> str:
         return "row"
     if known := format_of(start):
         raise ValueError(f"{path}: is {known}")
-    if suffix == ".jsonl" or json_object(first) is not None:
+    if suffix == ".jsonl" or store.json_object(first) is not None:
         return "line"
     if suffix in NOT_TEXT:
         raise ValueError(f"{path}: is {suffix}, not text or JSON lines: convert it to one of them")
@@ -264,15 +274,6 @@ def format_of(start: bytes) -> str | None:
         return "a tar archive: unpack it"
     compact = b"".join(start.removeprefix(b"\xef\xbb\xbf").lower().split())
     return next((name for name, starts in FORMATS.items() if compact.startswith(starts)), None)
-
-
-def json_object(line: bytes) -> dict[str, object] | None:
-    """Parse a line of JSON; None if it is not an object."""
-    try:
-        parsed = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return parsed if isinstance(parsed, dict) else None
 
 
 @contextmanager
@@ -302,7 +303,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
     with decompressed(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                fields = json_object(line)
+                fields = store.json_object(line)
                 if fields is None:
                     raise ValueError(f"{path}:{number}: is not a JSON object: write one per line")
                 yield number, fields
@@ -355,9 +356,9 @@ def hold_out_tail(documents: Iterable[Document], training: int, holdout: int) ->
     A repeated text counts once, and the same part of it is held out each time.
     """
     reach = training // holdout // 2  # about half of the held-out text
-    cuts: dict[int, int] = {}  # by the hash of the text: where its held-out part begins
+    cuts: dict[int, int] = {}  # by `hash_of` the text: where its held-out part begins
     for text, _, is_repeat in documents:
-        cut = cuts.setdefault(hash(text), find_cut(text, training, reach))
+        cut = cuts.setdefault(hash_of(text), find_cut(text, training, reach))
         training -= 0 if is_repeat else len(text)
         if 0 < cut < len(text):
             yield Document(text[:cut], False, is_repeat)
@@ -499,6 +500,8 @@ def main(argv: list[str] | None = None) -> None:
     unused = {"tokens_dtype"} if inputs else {"learn_ranks", "split_on", "text_column"}
     if wrong := sorted(unused & given.keys()):
         raise ValueError(f"--{wrong[0].replace('_', '-')} has no effect here: leave it out")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError("prepare.py runs as one process: start it with python, not torchrun")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that atomic_folder tidies up
     if "learn_ranks" in given:
         if out.suffix != ".tiktoken" or not out.absolute().parent.is_dir():

@@ -45,6 +45,7 @@ from support.settings import Flat, Settings, as_given, flattened, settings_of
 from support.store import atomic_write
 
 FRAME = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+PAGE = "compared.html"  # of several runs, unless --out names another
 # What a run spends, and what a comparison may hold fixed. Time is the time of the steps, without
 # evaluations and checkpoints.
 UNITS = {
@@ -119,7 +120,7 @@ def read_run(folder: Path) -> RunLog:
     for line in read_log(folder):
         lines[line["event"]].append(line)
     if not lines["run"]:
-        raise ValueError(f"{folder} holds no log.jsonl: name the folder of a run that has started")
+        raise ValueError(f"{folder} has no log.jsonl with a run's start: name the folder of a run")
     fields, trains = (*COLUMNS, *CHARTS), lines["train"]
     steps = {n: np.array([line.get(n) for line in trains], dtype=float) for n in fields}
     steps["minutes"] = np.nancumsum(steps["ms"]) / 6e4
@@ -176,7 +177,7 @@ def flags_of(settings: Flat) -> tuple[str, ...]:
 
 def write_page(*folders: Path, out: Path | None = None, loss: float | None = None) -> Path:
     """Write a page about these runs to `out` (default: compared.html; report.html in a run)."""
-    file = out or (folders[0] / "report.html" if len(folders) == 1 else Path("compared.html"))
+    file = out or (folders[0] / "report.html" if len(folders) == 1 else Path(PAGE))
     text = page([read_run(folder) for folder in folders], loss)
     with atomic_write(file) as stream:
         stream.write(text.encode())
@@ -225,12 +226,12 @@ def events_of(log: RunLog) -> list[tuple[int, str]]:
 def differences(recipes: Recipes) -> list[str]:
     """Say for each further recipe how its held-out loss differs from the first one's.
 
-    Example: Bits per byte of --ltd, 2 seeds, minus those of plain, 2 seeds: -0.035 (-0.040 to
-    -0.030) at the end, +0.010 (+0.008 to +0.012) at equal FLOPs (18.2 B) (paired by seed; below 0
-    is better).
+    Example: --ltd, 2 seeds, against plain, 2 seeds, in bits per byte: -0.035 (-0.040 to -0.030) at
+    the end, +0.010 (+0.008 to +0.012) at equal FLOPs (18.2 GFLOP) (paired by seed; below 0 is
+    better).
     """
     (name, first), *others = recipes.items()
-    about = "Bits per byte of {}, minus those of {}: {}."
+    about = "{}, against {}, in bits per byte: {}."
     return [about.format(other, name, difference(runs, first)) for other, runs in others]
 
 
@@ -351,7 +352,9 @@ def costs_to_reach(loss: float, logs: list[RunLog], unit: str) -> list[float]:
 
 
 def in_unit(amount: float, unit: str) -> str:
-    return duration(60 * amount) if unit == "minutes" else short(amount)
+    if unit == "minutes":
+        return duration(60 * amount)
+    return short(amount, "FLOP" if unit == "flops" else "")
 
 
 def with_seeds(values: Sequence[float], form: str) -> str:
@@ -531,12 +534,19 @@ def medians(x: np.ndarray, y: np.ndarray, parts: int) -> tuple[np.ndarray, np.nd
 def main(argv: list[str] | None = None) -> None:
     parser = Parser(prog="report.py", description="Show a run, or compare several.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("--out", type=Path, help="file to write (default: compared.html)")
+    parser.add_argument("--out", type=Path, help=f"file to write (default: {PAGE})")
     parser.add_argument("--loss", type=real_number, help="compare costs to these bits per byte")
     args = parser.parse_args(argv)
     if len({folder.resolve() for folder in args.runs}) < len(args.runs):
         raise ValueError("a run is named twice: name each run once")
-    print(f"report: {write_page(*args.runs, out=args.out, loss=args.loss)}")
+    frame = Path(__file__).with_suffix(".html")
+    if args.out and (args.out.suffix != ".html" or args.out.resolve() == frame.resolve()):
+        raise ValueError(f"--out {args.out}: name a page, such as {PAGE}")
+    try:
+        print(f"report: {write_page(*args.runs, out=args.out, loss=args.loss)}")
+    except (KeyError, TypeError) as error:
+        logs = " or ".join(f"{folder}/log.jsonl" for folder in args.runs)
+        raise ValueError(f"{logs} is damaged: {type(error).__name__} {error}") from None
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from support.fsdp import gather_to_rank0, local_rows, scatter_from_rank0
 from support.runtime import Runtime
-from support.store import atomic_write, sync
+from support.store import atomic_write, json_object, sync
 
 ENTRIES = {"run", "config", "model_size", "made_by", "commit", "tokenizer_fingerprint", "model"}
 ENTRIES |= {"step", "clock", "best", "best_step", "evaluation_due", "log_size", "optimizers"}
@@ -196,6 +196,12 @@ def outline(path: Path) -> dict:
 
 
 def check_entries(path: Path, state: object) -> None:
-    """Refuse what torch.load reads but `Run.save` has not written."""
+    """Refuse what torch.load reads but `Run.save` has not written, or not under this name."""
     if not isinstance(state, dict) or not state.keys() >= ENTRIES:
         raise ValueError(f"{path} is not a checkpoint of train.py")
+    if path.stem.startswith("step-") and path != step_path(path.parent, state["step"]):
+        raise ValueError(f"{path} is that of step {state['step']}: give it its name back")
+    config = path.with_name("config.json")
+    about = json_object(config.read_bytes()) if config.exists() else None
+    if about and about.get("run", state["run"]) != state["run"]:
+        raise ValueError(f"{path} belongs to another run than {config}: put its own back")

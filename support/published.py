@@ -32,7 +32,7 @@ from kernels.rotary import Scaling
 from model import Transformer
 from support.process import one_line
 from support.run import ModelSize
-from support.settings import SIZES, Flat
+from support.settings import SIZES, Flat, Settings, check_limits
 
 LONGEST_ROW = max(size.seq_len for size in SIZES.values())  # unless --seq-len asks for more
 
@@ -49,6 +49,8 @@ def settings_in(path: str | Path) -> Flat:
     """
     config = config_in(path)
     if not config:
+        if Path(path).is_dir():
+            raise ValueError(f"--init {path}: has no config.json, which says what model it is")
         positions = size_in(path).positions
         return {"data.seq_len": min(positions, LONGEST_ROW)} if positions else {}
     kind = str(config.get("model_type"))
@@ -59,6 +61,8 @@ def settings_in(path: str | Path) -> Flat:
         config = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False} | config  # its defaults
     settings = layout.settings | layout.absent
     settings |= {ours: config[key] for ours, key in layout.keys.items() if key in config}
+    flat = {f"model.{name}": value for name, value in settings.items() if name != "seq_len"}
+    check_limits(Settings, flat, f"--init {path}")
     head_width = settings["width"] // settings["heads"]
     for key, supported in {**layout.fixed, "head_dim": head_width, "bias": True}.items():
         if config.get(key, supported) != supported:
@@ -87,7 +91,8 @@ def config_in(path: str | Path) -> dict[str, Any]:
         like_gpt2 = {"model_type": "gpt2", "activation_function": "gelu"}
         # `entries_in` adds the biases that are not there
         config = {**like_gpt2, "n_positions": args["block_size"], **args, "bias": True}
-    config |= config.get("rope_scaling") or config.get("rope_parameters") or {}
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    config |= scaling if isinstance(scaling, dict) else {"rope_type": scaling}
     return {key: value for key, value in config.items() if value is not None}
 
 
@@ -207,7 +212,7 @@ def saved_in(path: str | Path) -> dict[str, Any]:
     if path.is_dir():
         path = next((path / name for name in IN_A_FOLDER if (path / name).exists()), path)
     with open(path, "rb") as file:
-        is_safetensors = file.read(9)[8:] == b"{"
+        is_safetensors = path.suffix == ".safetensors" or file.read(9)[8:] == b"{"
     try:
         if path.suffix == ".json":
             saved = json.loads(path.read_text())

@@ -51,7 +51,7 @@ from support.optim import decay_start
 from support.process import ROOT, peak_memory
 from support.runtime import Runtime, check_agreement, made_by
 from support.settings import Flat, Settings, flattened, settings_of
-from support.store import atomic_write, folder_lock
+from support.store import atomic_write, folder_lock, json_object
 from support.tokenizer import copy_ranks, tokenizer_in
 
 LINE_SECONDS = 60  # between progress lines when there is no terminal for a progress bar
@@ -156,8 +156,6 @@ class Run:
             runtime.say(f"{self.folder} was stopped before its first checkpoint: starting over")
             return None
         state = checkpoint.load(path, runtime, sharded=self.settings.run.fsdp)
-        if state["run"] != self.id:
-            raise ValueError(f"{path} belongs to another run: put back the one of {self.folder}")
         self.check_settings(path, state)
         self.clock, self.log_size = Clock.of(state["clock"]), state["log_size"]
         self.best, self.best_step = state["best"], state["best_step"]
@@ -499,7 +497,5 @@ def read_log(folder: Path) -> Iterator[dict]:
         return
     with file.open(encoding="utf-8", errors="replace") as lines:
         for text in lines:
-            try:
-                yield json.loads(text)
-            except ValueError:
-                yield {"event": "torn"}
+            line = json_object(text)
+            yield line if line and "event" in line else {"event": "torn"}

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from tiktoken import Encoding
@@ -182,7 +182,7 @@ class Store:
         """Refuse a tokenizer whose content differs from the store's, even if its name does not."""
         if fingerprint(encoding) != self.meta["tokenizer_fingerprint"]:
             made_with = f"made with tokenizer {self.meta['tokenizer']}"
-            raise ValueError(f"{self.path}: {made_with}, not with the present {encoding.name}")
+            raise ValueError(f"{self.path}: {made_with}, but {encoding.name} has other tokens")
 
     def check_tokens(self, highest: int) -> None:
         """Refuse a store that holds a token outside its vocabulary."""
@@ -201,6 +201,7 @@ def read_meta(path: Path) -> dict:
     try:
         meta = json.loads(file.read_text())
         wrong = [name for name, kind in META.items() if not isinstance(meta.get(name), kind)]
+        wrong = wrong or [n for n in COUNTS if not 0 <= meta.get(f"train_{n}", 0) <= meta[n]]
         np.dtype(meta.get("dtype"))
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{path}: not a token store: make one with prepare.py") from None
@@ -209,6 +210,15 @@ def read_meta(path: Path) -> dict:
     if wrong:
         raise ValueError(f"{file} is damaged ({wrong[0]}): prepare the store again")
     return meta | {"tokenizer": tokenizer_in(path, meta["tokenizer"])}
+
+
+def json_object(text: str | bytes) -> dict[str, Any] | None:
+    """Parse JSON; None if it is not an object."""
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return parsed if isinstance(parsed, dict) else None
 
 
 def user_cache() -> Path:
@@ -239,6 +249,8 @@ def atomic_write(file: Path) -> Iterator[BinaryIO]:
 
     Example: with atomic_write(folder / "table.bin") as out: out.write(array)
     """
+    if file.exists() and not file.is_file():
+        raise ValueError(f"{file}: is not a file: name another")
     unfinished = hidden(file)
     try:
         with unfinished.open("xb") as out:  # "x" does not follow a link of this name

@@ -65,7 +65,7 @@ CASES = {  # command -> part of its message
     "sample R/step-00000009.pt": "R/step-00000009.pt does not exist",
     "evaluate foreign.pt": "foreign.pt is not a checkpoint of train.py",
     f"{TRAIN} --init damaged": "step-00000001.pt is damaged",
-    "report nowhere": "nowhere holds no log.jsonl: name the folder of a run",
+    "report nowhere": "nowhere has no log.jsonl with a run's start: name the folder",
     "analyze S --metric loudness": "--metric loudness",
 }
 

@@ -147,7 +147,7 @@ def test_a_comparison_begins_with_the_difference_paired_by_seed(make):
     ltd.append(make("c", losses=(3, 1.9), steps=2, ms=150.0, flags="--ltd"))
     text = seen(html_of(*plain, *ltd))
     assert (
-        "Bits per byte of --ltd, 2 seeds, minus those of plain, 2 seeds: "
+        "--ltd, 2 seeds, against plain, 2 seeds, in bits per byte: "
         "-0.050 (-0.100 to +0.000) at the end, "
         "-0.950 (-1.100 to -0.800) at equal raw tokens (400), "
         "-0.950 (-1.100 to -0.800) at equal FLOPs (2.00 B), "

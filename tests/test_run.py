@@ -134,7 +134,7 @@ def test_a_run_resumes_only_with_its_text(folder, tmp_path):
 def test_files_that_do_not_belong_to_the_run_are_refused(folder):
     path = checkpoint.find(folder, "last")
     checkpoint.save(path, checkpoint.load(path) | {"run": "another"})
-    resume_fails(folder, "belongs to another run: put back the one of .*run")
+    resume_fails(folder, "belongs to another run than .*config.json: put its own back")
     for file in folder.glob("step-*.pt"):
         file.unlink()
     resume_fails(folder, r"the checkpoints of .*run are gone: put one back")
