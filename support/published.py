@@ -49,8 +49,8 @@ def settings_in(path: str | Path) -> Flat:
     """
     config = config_in(path)
     if not config:
-        if Path(path).is_dir():
-            raise ValueError(f"--init {path}: has no config.json, which says what model it is")
+        if "embed_tokens.weight" in entries_in(path):
+            raise ValueError(f"--init {path}: a Llama needs its config.json beside the weights")
         positions = size_in(path).positions
         return {"data.seq_len": min(positions, LONGEST_ROW)} if positions else {}
     kind = str(config.get("model_type"))

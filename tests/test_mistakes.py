@@ -60,10 +60,18 @@ CASES = {  # command -> part of its message
     "prepare words.txt --out S": "--out S: exists already: remove it or name another folder",
     "prepare empty.txt --out new": "empty.txt",
     "prepare words.txt --out new --tokenizer klingon": "klingon",
+    "prepare words.txt --out new --split-on=": "--split-on '' has no effect here",
+    "prepare words.txt --out new --text-column body": "--text-column body has no effect on plain",
     # the other commands
     "evaluate nowhere": "nowhere does not exist: name the folder of a run, or a checkpoint",
     "sample R/step-00000009.pt": "R/step-00000009.pt does not exist",
     "evaluate foreign.pt": "foreign.pt is not a checkpoint of train.py",
+    "evaluate copied": "copied/step-00000002.pt belongs to another run than copied/config.json",
+    "evaluate renamed": "renamed/step-00000009.pt is that of step 2: give it its name back",
+    "evaluate R --by-document S/meta.json": "--by-document S/meta.json: name a new file",
+    "report R --out S/meta.json": "--out S/meta.json: name a page, such as compared.html",
+    "report listed": "listed/log.jsonl is damaged: KeyError 'config'",
+    "packing 100 abc": "100 abc: name lengths in tokens, or a folder",
     f"{TRAIN} --init damaged": "step-00000001.pt is damaged",
     "report nowhere": "nowhere has no log.jsonl with a run's start: name the folder",
     "analyze S --metric loudness": "--metric loudness",
@@ -80,6 +88,12 @@ def place(store_dir, run_of, tmp_path_factory):
     torch.save({"wte": torch.ones(3)}, place / "foreign.pt")
     (place / "damaged").mkdir()
     (place / "damaged/step-00000001.pt").write_bytes(b"PK")
+    for name, step in ("copied", 2), ("renamed", 9):
+        (place / name).mkdir()
+        shutil.copy(place / "R/step-00000002.pt", place / name / f"step-{step:08d}.pt")
+    (place / "copied/config.json").write_text('{"run": "another"}')
+    (place / "listed").mkdir()
+    (place / "listed/log.jsonl").write_text('[1, 2]\n{"event": "run"}\n')
     (place / "full").mkdir()
     (place / "full/a.txt").write_text("the user's")
     return place
@@ -101,7 +115,7 @@ def test_a_mistake_is_one_line_and_status_2_and_writes_nothing(line, place, monk
     assert "new" not in names(place)
 
 
-def test_a_line_that_cannot_be_printed_ends_no_command(monkeypatch):
+def test_a_line_that_cannot_be_printed_ends_no_run_but_an_evaluation(monkeypatch):
     """It is "é" in ASCII, on a full disk; or there is no stdout, as after the shell's `>&-`."""
     with open("/dev/full", "w", encoding="ascii") as full:
         for stream in (full, None):
@@ -109,3 +123,8 @@ def test_a_line_that_cannot_be_printed_ends_no_command(monkeypatch):
             with pytest.raises(SystemExit) as ended:
                 exit_cleanly(lambda: ALONE.say("é"))
             assert ended.value.code == 0
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as ended:
+            exit_cleanly(lambda: print("the result"))
+        assert ended.value.code == 2

@@ -334,6 +334,13 @@ def test_a_forecast_is_where_the_run_ends(indexed, flags):
     assert_is_forecast(indexed(f"--tokens 40K {flags}"))
 
 
+@pytest.mark.parametrize("flags", ["--pack", "--ltd --ltd-start 8 --curriculum seqlen --pack"])
+def test_a_short_run_is_forecast_exactly(indexed, flags):
+    p = indexed(f"--tokens 3K {flags}")
+    ahead, end = p.forecast(Clock()), end_of(p)
+    assert ahead == (end.step, end.real_tokens, end.flops) and end.step > 1
+
+
 def test_a_step_that_would_consume_no_token_is_refused(store):
     few = "--layers 12 --curriculum seqlen --curriculum-start 8 --pseudo --pseudo-layers 1"
     assert plan(store, f"{few} --tokens 40K").forecast(Clock()).steps > 0, "8 rows of 2/3 token"

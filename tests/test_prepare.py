@@ -204,9 +204,11 @@ def test_documents_without_an_id_are_held_out_by_the_hash_of_their_text(tmp_path
 
 
 def test_a_repeated_text_is_on_the_side_of_its_first_document(tmp_path):
-    lines = [{"id": id, "text": text} for id, text in zip("adda", "xxyy", strict=True)]
+    """Whatever its blanks are; the ids alone would put each text on both sides."""
+    pairs = zip("adda", ["x z", "x  z\n", "y", "y"], strict=True)
+    lines = [{"id": id, "text": text} for id, text in pairs]
     file = write_lines(tmp_path / "a.jsonl", lines)
-    assert sides(file, 2) == (["x", "x"], ["y", "y"]), "the ids alone would put each on both sides"
+    assert sides(file, 2) == (["x z", "x  z\n"], ["y", "y"])
     assert make(file, tmp_path / "store").meta["repeats"] == 2
     folder = tmp_path / "copies"
     folder.mkdir()

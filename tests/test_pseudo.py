@@ -21,6 +21,7 @@ import train
 from model import Transformer, TransformerConfig
 from pseudo import ABSENT, average, hand_over, origin, owners_at, stage
 from support.optim import Optimizers
+from support.weights import initial_model
 
 REAL = tuple(range(8))
 
@@ -130,6 +131,16 @@ def test_unsharing_weights_keeps_the_models_function_bitwise(policy, kind):
     tensors += [t for kept in real["optimizers"]["state"].values() for t in kept.values()]
     assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors), "no memory is shared"
     torch.testing.assert_close(state, before, rtol=0, atol=0, msg="the input was changed")
+
+
+@pytest.mark.parametrize("kind", ["gpt", "bert"])
+def test_a_shadow_is_built_without_the_weights_that_it_shares(kind):
+    settings = config.build(config.parse(f"--model {kind} --layers 6 --width 16".split()))
+    shape, owners = config.transformer_config(settings, 40), stage(6, 6, 2)
+    whole, small = (initial_model(shape, settings, kept=kept) for kept in (None, {*owners}))
+    assert len({*small.h}) == 3, "two that are kept, and one for the draws of all others"
+    wanted, built = (pseudo.share_weights(m, owners).state_dict() for m in (whole, small))
+    torch.testing.assert_close(built, wanted, rtol=0, atol=0)
 
 
 def test_optimizer_state_equals_the_worked_example():

@@ -332,6 +332,7 @@ def test_a_broken_file_or_one_without_a_state_dict_changes_nothing(tmp_path):
     model, path = build("gpt"), save(gpt_file(), tmp_path)
     whole = path.read_bytes()
     torn = [EXAMPLE[:size] for size in range(0, len(EXAMPLE), 5)]
+    path = path.rename(tmp_path / "model.safetensors")
     for content in [*torn, EXAMPLE.replace(b'"U8"', b'"F8"'), whole[: len(whole) // 2]]:
         path.write_bytes(content)
         assert_refused(model, path, "cannot be loaded")
@@ -353,6 +354,8 @@ UNSUPPORTED = [
     (GPT2 | {"moe": 1, "alibi": 1}, "unknown keys in config.json: alibi, moe"),
     (GPT2 | {"activation_function": "relu"}, "activation must be gelu_new or gelu, got 'relu'"),
     (GPT2 | {"bias": False}, "bias must be True, not False"),
+    (GPT2 | {"n_head": 0}, "model.heads must be at least 1, got 0"),
+    (LLAMA | {"rope_scaling": "yarn"}, "rope_type yarn"),
     (LLAMA | {"rope_scaling": {"type": "yarn"}} | OTHER_ROPE, "rope_type yarn"),
     (LLAMA | {"rope_scaling": Scaling(8, 1, 4, 0).as_published()}, "'8:1:4:0' is not factor:slow"),
     (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx must be False"),
