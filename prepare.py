@@ -356,9 +356,9 @@ def hold_out_tail(documents: Iterable[Document], training: int, holdout: int) ->
     A repeated text counts once, and the same part of it is held out each time.
     """
     reach = training // holdout // 2  # about half of the held-out text
-    cuts: dict[int, int] = {}  # by `hash_of` the text: where its held-out part begins
+    cuts: dict[int, int] = {}  # by the hash of the text: where its held-out part begins
     for text, _, is_repeat in documents:
-        cut = cuts.setdefault(hash_of(text), find_cut(text, training, reach))
+        cut = cuts.setdefault(hash(text), find_cut(text, training, reach))
         training -= 0 if is_repeat else len(text)
         if 0 < cut < len(text):
             yield Document(text[:cut], False, is_repeat)

@@ -287,6 +287,7 @@ class Point(NamedTuple):
     losses: list[float]
     seconds: float
     raw_tokens: int
+    machines: frozenset[str] = frozenset()  # on which its steps were timed
 
     @property
     def loss(self) -> float:
@@ -298,6 +299,7 @@ def points_of(
 ) -> list[Point]:
     """Return the runs whose shapes were all timed, sorted by cost: seconds or raw tokens."""
     units = {cost["shape"]: cost["to_reference"][1] / UNIT for cost in costs}
+    timed_on = {cost["shape"]: cost["hardware"] for cost in costs}
     points = []
     of_flags = itemgetter("flags")
     for flags, alike in groupby(sorted(made, key=of_flags), of_flags):
@@ -309,7 +311,8 @@ def points_of(
             losses = [record["val_bpb"] for record in seeds]
             plain, real = arm_of(seeds[0]).is_plain, seeds[0]["real_tokens"]
             cost = seconds or own if fixed == "seconds" else real
-            points.append(Point(flags, plain, cost, losses, seconds or own, real))
+            machines = frozenset(timed_on[name].partition(", 2 cores")[0] for name in shapes)
+            points.append(Point(flags, plain, cost, losses, seconds or own, real, machines))
     return sorted(points, key=attrgetter("cost", "loss"))
 
 
@@ -365,16 +368,19 @@ def table(args: argparse.Namespace) -> str:
     """Return a section's table: both frontiers or, with --match, the runs that it finds."""
     points = points_in(args.sections[0], args.device, args.fixed, args.machine)
     shared = arms_in(args.sections)[0].shared
-    said = f"All runs also have `{shared}`.\n\n" * bool(shared)
+    about = [f"All runs also have `{shared}`."] * bool(shared)
+    if machines := sorted(frozenset().union(*(p.machines for p in points))):
+        about.append(f"Steps were timed on: {'; '.join(machines)}.")
     if args.match is None:
-        return said + frontier_table(points, args.least_seeds, args.fixed)
+        text = frontier_table(points, args.least_seeds, args.fixed)
+        return f"{' '.join(about)}\n\n{text}"
     some = [p for p in points if len(p.losses) >= args.least_seeds]
     chosen = [p for p in some if re.search(args.match, p.flags)]
     sides = [
         sum(len(p.losses) for p in points if p.plain == is_plain) for is_plain in (True, False)
     ]
-    trials = "Tuned with {} plain runs and {} with techniques.\n\n".format(*sides)
-    return said + trials + runs_table(chosen, points, args.fixed)
+    about.append("Tuned with {} plain runs and {} with techniques.".format(*sides))
+    return f"{' '.join(about)}\n\n{runs_table(chosen, points, args.fixed)}"
 
 
 def frontier_table(points: list[Point], least_seeds: int, fixed: str = "seconds") -> str:

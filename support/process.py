@@ -126,7 +126,7 @@ class Parser(argparse.ArgumentParser):
     def hint(self, flag: str | None, word: str) -> str:
         """Say what a wrong word probably means; a flag if it was read as its value."""
         flags, known = self._option_string_actions, {}
-        if flag is None and not word.startswith("-"):
+        if (flag is None or "/" in flag) and not word.startswith("-"):  # --pack/--no-pack
             return "a value is one word, and a switch such as --pack takes none"
         if ours := self.other_names.get(word.replace("_", "-")):
             return f"did you mean {ours}?"

@@ -94,10 +94,12 @@ def test_the_seconds_of_a_run_are_the_sum_of_its_steps_costs():
         | {"train_seconds": 7.0, "shapes": {"whole": 300, "half": 182}}
         for loss in (1.5, 1.7)
     ]
-    costs = [{"shape": "whole", "to_reference": [0.9, 1.0, 1.1]}]
+    costs = [{"shape": "whole", "to_reference": [0.9, 1.0, 1.1], "hardware": "A, 2 cores, x"}]
     assert frontier.points_of(made, costs) == [], "one shape has no time"
-    (p,) = frontier.points_of(made, [*costs, {"shape": "half", "to_reference": [0.4, 0.5, 0.6]}])
+    half = {"shape": "half", "to_reference": [0.4, 0.5, 0.6], "hardware": "B, 2 cores, x"}
+    (p,) = frontier.points_of(made, [*costs, half])
     assert p.seconds == pytest.approx(frontier.UNIT_SECONDS) and p.loss == pytest.approx(1.6)
+    assert p.machines == {"A", "B"}
     assert [p.seconds for p in frontier.points_of([r | {"shapes": {}} for r in made], [])] == [7]
 
 

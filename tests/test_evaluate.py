@@ -244,7 +244,7 @@ def evaluate_into_file(flags: list[str]) -> None:
 def test_two_ranks_report_what_one_reports(run_of, said, store_dir):
     """The run's folder does not change."""
     flags, before = f"--rows 2 --data {store_dir} --by-document out.jsonl", contents(run_of(GPT))
-    of_one, results = said(flags), Path("out.jsonl").read_bytes()
+    of_one, results = said(flags), Path("out.jsonl").rename("of_one.jsonl").read_bytes()
     start_ranks(2, [str(run_of(GPT)), *CPU, *flags.split()], work=evaluate_into_file)
     assert Path("said-0.txt").read_text().splitlines() == of_one
     assert not Path("said-1.txt").read_bytes() and Path("out.jsonl").read_bytes() == results

@@ -150,7 +150,7 @@ def test_a_comparison_begins_with_the_difference_paired_by_seed(make):
         "--ltd, 2 seeds, against plain, 2 seeds, in bits per byte: "
         "-0.050 (-0.100 to +0.000) at the end, "
         "-0.950 (-1.100 to -0.800) at equal raw tokens (400), "
-        "-0.950 (-1.100 to -0.800) at equal FLOPs (2.00 B), "
+        "-0.950 (-1.100 to -0.800) at equal FLOPs (2.00 GFLOP), "
         "-0.500 (-0.600 to -0.400) at equal minutes (0.3 s) "
         "(paired by seed; below 0 is better)."
     ) in text
@@ -161,7 +161,7 @@ def test_a_comparison_begins_with_the_difference_paired_by_seed(make):
 def test_what_was_evaluated_on_different_text_is_not_compared(make):
     plain, brief = make("a"), make("brief", flags="--ltd", losses=(2.0,), steps=1)
     text = seen(html_of(plain, brief))  # which has no evaluation as early
-    assert "plain, 1 seed: +0.000 at the end (paired by seed; below 0 is better)." in text
+    assert "in bits per byte: +0.000 at the end (paired by seed; below 0 is better)." in text
     other = lines_of_a_run("--ltd", held_out_bytes=181)
     mixed = [
         save_log(make(data), [line | {"by_store": {}} for line in lines_of_a_run(f"--data {data}")])

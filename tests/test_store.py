@@ -184,7 +184,8 @@ def test_a_damaged_store_is_refused(tmp_path):
     assert opened.offsets.tolist() == [0, 3, 5, 8]
     for name, old, new, said in (
         ("meta.json", b'"format": 1', b'"format": 2', "has format 2: prepare the store again"),
-        ("meta.json", b'"train_tokens": ', b'"train_tokens": 1', "documents.idx does not match"),
+        ("meta.json", b'"train_tokens": ', b'"train_tokens": 1', "meta.json is damaged (tokens)"),
+        ("meta.json", b'"train_tokens": 5', b'"train_tokens": 3', "documents.idx does not match"),
         ("tokens.bin", bytes([END]), b"", "tokens.bin: must have 16 bytes: prepare"),
         ("meta.json", b'"end_of_text"', b'"end"', "meta.json is damaged (end_of_text): prepare"),
         ("meta.json", b'"documents": 3', b'"documents": "3"', "is damaged (documents): prepare"),

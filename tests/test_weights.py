@@ -206,7 +206,7 @@ def test_an_export_loads_bit_for_bit_and_transformers_computes_the_same(
     shape = replace(ran.config, mlp_width=24)
     model, again = widen(shape.build()).eval(), shape.build()
     state["model"], state["config"]["model.mlp_width"] = model.state_dict(), 24
-    checkpoint.save(tmp_path / "run/step-00000002.pt", state)
+    checkpoint.save(checkpoint.step_path(tmp_path / "run", state["step"]), state)
     folder = tmp_path / "out"
     weights.main(["export", str(tmp_path / "run"), "--out", str(folder)])
     assert f"wrote {folder}: config.json and model.safetensors\n" in capsys.readouterr().out
@@ -554,7 +554,7 @@ def test_init_refuses_another_tokenizer_and_damaged_weights(begin, run_of, tmp_p
     """tests/test_mistakes.py has more refusals."""
     source = newest(run_of())
     state = checkpoint.load(source) | {"tokenizer_fingerprint": "another"}
-    checkpoint.save(tmp_path / "changed/step-00000004.pt", state)
+    checkpoint.save(tmp_path / "changed" / source.name, state)
     assert "with tokenizer bytes, but the store has" in refusal(begin, tmp_path / "changed")
     content = bytearray(source.read_bytes())
     content[len(content) // 2] ^= 1
