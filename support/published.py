@@ -156,6 +156,8 @@ def load_into(model: Transformer, path: str | Path) -> list[str]:
         actual = tuple(entries[entry].shape) if entry in entries else "absent"
         if actual != view.shape:
             raise ValueError(f"--init {path}: {entry} must be {tuple(view.shape)} but is {actual}")
+        if not entries[entry].isfinite().all():
+            raise ValueError(f"--init {path}: {entry} is not finite")
     left_out: list[str] = []
     for entry in sorted(entries.keys() - views.keys()):
         twins = views if COPIES.fullmatch(entry) else ()

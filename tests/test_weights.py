@@ -297,6 +297,7 @@ MISFITS = [  # kind of file, entries changed or deleted (None), changes to the m
     ("bert", {"qa.weight": torch.ones(2)}, {}, "qa.weight has no place in this model"),
     ("gpt", {"lm_head.weight": torch.ones(50, 16)}, {}, "lm_head.weight has no place"),
     ("gpt", {"wte.weight": torch.ones(50, 16)}, {}, "wte.weight occurs twice"),
+    ("gpt", {WTE: torch.full((50, 16), math.inf)}, {}, "wte.weight is not finite"),
     ("gpt", {"model": {}}, {}, "model occurs twice or is not a floating-point tensor"),
     ("gpt", {C_ATTN: torch.ones(16, 48).char()}, {}, "is not a floating-point tensor"),
 ]
