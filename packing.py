@@ -314,8 +314,7 @@ def main(argv: list[str] | None = None) -> None:
         lengths = np.array([int(text) for text in args.source])
     else:
         samples = Samples(Store.open(args.source[0]), "pieces", args.max_len)
-        start, stop = samples.spans(np.arange(len(samples))).T
-        lengths = stop - start
+        lengths = np.diff(samples.spans(np.arange(len(samples))))[:, 0]
     show(pack(histogram(lengths, args.max_len), args.packer, args.max_per_row), args.max_len)
 
 
