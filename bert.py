@@ -35,18 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data import (
-    ADDED_TOKENS,
-    PIECE,
-    Rows,
-    Samples,
-    as_pieces,
-    equal_pieces,
-    indices_in_batch,
-    loss_divisor,
-    numbered,
-    scattered,
-)
+import data
 from kernels.cross_entropy import IGNORE, linear_cross_entropy, token_losses
 from mixture import AnyStore
 from model import Batch, Block, TokenMeta, Transformer, TransformerConfig, init_module, norm_of
@@ -56,7 +45,7 @@ from support.runtime import on_device
 MASKED = 0.15  # share of a document's tokens
 # A piece that is read as a pair of stop - start tokens in all: the first part begins at start and
 # has `first` tokens, the second part begins at `second` and has the others.
-PAIR = np.dtype([*PIECE.descr, ("first", np.int64), ("second", np.int64)])
+PAIR = np.dtype([*data.PIECE.descr, ("first", np.int64), ("second", np.int64)])
 
 
 class SpecialIds(NamedTuple):
@@ -109,18 +98,18 @@ class BertTask:
 
     def pieces(self, spans: np.ndarray, *key: object) -> np.ndarray:
         """With --nsp, turn the drawn spans into pairs."""
-        return sentence_pairs(spans, *key) if self.nsp else as_pieces(spans)
+        return sentence_pairs(spans, *key) if self.nsp else data.as_pieces(spans)
 
-    def targets(self, rows: Rows) -> np.ndarray:
+    def targets(self, rows: data.Rows) -> np.ndarray:
         return masked_tokens(rows.lengths)
 
     def batch(
-        self, store: AnyStore, rows: Rows, seq_len: int, all_rows: Rows, *key: object
+        self, store: AnyStore, rows: data.Rows, seq_len: int, all_rows: data.Rows, *key: object
     ) -> BertBatch:
         """Add special tokens and mask others; answers of pairs are the targets of their [CLS]."""
         are_pairs = rows.pieces.dtype == PAIR
-        lengths = rows.lengths + ADDED_TOKENS["pairs" if are_pairs else "bert"]
-        piece, position, at = indices_in_batch(rows, lengths, seq_len)  # (m,) each
+        lengths = rows.lengths + data.ADDED_TOKENS["pairs" if are_pairs else "bert"]
+        piece, position, at = data.indices_in_batch(rows, lengths, seq_len)  # (m,) each
         place = places_in_store(rows.pieces, lengths, piece, position)  # (m,)
         tokens = store.tokens.take(place, mode="clip").astype(np.int64)
         tokens[place == AT_CLS] = self.special_ids.cls
@@ -133,8 +122,8 @@ class BertTask:
         if are_pairs:
             targets[place == AT_CLS] = answers_of(rows.pieces)
             answers = torch.from_numpy(at[(place == AT_CLS) & (targets != IGNORE)])
-        scatter = partial(scattered, at, (len(rows), seq_len))
-        doc_ids = scatter(numbered(np.diff(rows.offsets))[piece], fill=-1)
+        scatter = partial(data.scattered, at, (len(rows), seq_len))
+        doc_ids = scatter(data.numbered(np.diff(rows.offsets))[piece], fill=-1)
         batch = BertBatch(
             tokens=scatter(tokens, fill=store.meta["end_of_text"]),
             targets=scatter(targets, fill=IGNORE),
@@ -160,7 +149,7 @@ class BertTask:
         masked = is_text[chosen]
         return masked, hide(tokens[masked], what[chosen], self.special_ids)
 
-    def weighted(self, batch: BertBatch, all_rows: Rows) -> BertBatch:
+    def weighted(self, batch: BertBatch, all_rows: data.Rows) -> BertBatch:
         """Set the weights of the targets.
 
         All answers of a step together weigh as much as all its masked tokens: the loss is the mean
@@ -170,10 +159,10 @@ class BertTask:
         is_masked.view(-1)[batch.masked] = True
         weights = is_masked.float()
         if self.per_piece:
-            weights = equal_pieces(is_masked, batch.doc_ids)
+            weights = data.equal_pieces(is_masked, batch.doc_ids)
         if batch.answers is not None:
             answers = int((answers_of(all_rows.pieces) != IGNORE).sum())
-            weights.view(-1)[batch.answers] = loss_divisor(self, all_rows) / max(answers, 1)
+            weights.view(-1)[batch.answers] = data.loss_divisor(self, all_rows) / max(answers, 1)
         return replace(batch, weights=weights)
 
 
@@ -216,7 +205,7 @@ def choose(piece: np.ndarray, random: np.ndarray) -> np.ndarray:
     """
     lengths = np.bincount(piece)
     order = np.lexsort((random, piece))  # piece by piece, shuffled within each
-    return np.sort(order[numbered(lengths) < np.repeat(masked_tokens(lengths), lengths)])
+    return np.sort(order[data.numbered(lengths) < np.repeat(masked_tokens(lengths), lengths)])
 
 
 def hide(tokens: np.ndarray, random: np.ndarray, special_ids: SpecialIds) -> np.ndarray:
@@ -280,7 +269,7 @@ def sentence_pairs(spans: np.ndarray, *key: object) -> np.ndarray:
     return pairs
 
 
-def check_pairs(samples: Samples) -> None:
+def check_pairs(samples: data.Samples) -> None:
     """Refuse --nsp if fewer than two of the first million samples have at least two tokens."""
     start, stop = samples.spans(np.arange(min(len(samples), 1 << 20))).T
     if (stop - start >= 2).sum() < 2:

@@ -242,9 +242,8 @@ class Curriculum:
         if percent:
             note = f"no sample is in all of {counts}: widened to the easiest {percent} % of each"
             for name, ranking in self.rankings.items():
-                level = percent
-                if self.pacings[name].by == "value":
-                    level = ranking.highest(ranking.at_percent(percent))
+                by_value = self.pacings[name].by == "value"
+                level = ranking.highest(ranking.at_percent(percent)) if by_value else percent
                 difficulty[name] = max(difficulty[name], level)
         return Limits(difficulty, min([self.seq_len, *lengths]), pool, note)
 
@@ -258,12 +257,10 @@ def parse_metrics(config: CurriculumConfig, seq_len: int, packed: bool) -> dict[
     Raises: ValueError, naming the flag, for a setting that cannot work; whether a metric exists and
             suits the samples, analyze.check_metrics checks
     """
-    names, parsed = config.metrics, {}
-    columns = {s: one_each(s, getattr(config, s), names) for s in ("start", "share", "pace", "by")}
-    for i, name in enumerate(names):
-        of_metric = {setting: column[i] for setting, column in columns.items()}
-        parsed[name] = parse_metric(CurriculumConfig(name, **of_metric), seq_len, packed)
-    return parsed
+    names = config.metrics
+    columns = [one_each(s, getattr(config, s), names) for s in ("start", "share", "pace", "by")]
+    configs = [CurriculumConfig(*values) for values in zip(names, *columns, strict=True)]
+    return {one.metric: parse_metric(one, seq_len, packed) for one in configs}
 
 
 def one_each(setting: str, text: str | None, names: list[str]) -> list[str | None]:

@@ -118,8 +118,7 @@ def stores_of(store: AnyStore) -> list[tuple[str, Store, float]]:
     """Return the name, store and weight of each part; a single store is its only part."""
     if isinstance(store, Store):
         return [(store.path.name, store, 1.0)]
-    weights = map(float, store.weights)
-    return list(zip(store.names, store.parts, weights, strict=True))
+    return list(zip(store.names, store.parts, map(float, store.weights), strict=True))
 
 
 class MixedTokens:
@@ -160,7 +159,8 @@ class MixedSamples:
         self.store, self.parts = store, parts
         self.special_tokens = self.parts[0].special_tokens
         self.first_ids = np.cumsum([0, *map(len, self.parts)])  # (stores + 1,)
-        self.mean_lengths = [mean_length(part) for part in self.parts]
+        # with a BERT's special tokens, as on the clock
+        self.mean_lengths = [Fraction(p.tokens, len(p)) + p.special_tokens for p in self.parts]
         lengths = zip(store.weights, self.mean_lengths, strict=True)
         self.shares = nested_shares([weight / length for weight, length in lengths])
 
@@ -196,11 +196,6 @@ class MixedSamples:
             passes = weight * tokens / (len(part) * self.mean_lengths[number])
             shown.append(f"{name} {float(weight):.1%}, {float(passes):.2f} passes")
         return "; ".join(shown)
-
-
-def mean_length(samples) -> Fraction:
-    """Return the mean tokens of a sample, including a BERT's special ones, as the clock does."""
-    return Fraction(samples.tokens, len(samples)) + samples.special_tokens
 
 
 def nested_shares(often: Sequence[Fraction]) -> list[int]:

@@ -196,13 +196,12 @@ def parts_of(model: "Transformer", muon: bool, dtype: torch.dtype) -> tuple[Part
     for name, parameters in parameters_by_part(model).items():
         block = model.h[int(name[2:])] if name != "outside" else None
         matrices = {n: p for n, p in parameters.items() if p.ndim > 1}
-        numel = sum(p.numel() for p in matrices.values())
         part = Part(
             name=name,
             layers=tuple(layer for layer, other in enumerate(model.h) if other is block),
-            numel=numel,
+            numel=sum(p.numel() for p in matrices.values()),
             state_bytes=state_bytes(matrices, muon)["optimizer"],
-            small=sum(p.numel() for p in parameters.values()) - numel,
+            small=sum(p.numel() for p in parameters.values() if p.ndim < 2),
             embedding=0 if block else model.wte.weight.numel(),
             tied=not block and model.config.tied,
             dtype=dtype,
@@ -295,17 +294,6 @@ class HostMatrix:
         parameter.data = torch.full(stored, torch.nan, dtype=dtype, device=device).expand(shape)
 
 
-def hosted_matrices(placement: Placement, model: nn.Module) -> list[tuple[str, Part, nn.Parameter]]:
-    """List the matrices that are not resident, by name and part."""
-    named = parameters_by_part(model)
-    return [
-        (name, part, parameter)
-        for part in placement.parts
-        for name, parameter in named[part.name].items()
-        if part.level and parameter.ndim > 1
-    ]
-
-
 class Fetched(NamedTuple):
     weights: list[Tensor]  # of a block, on the device
     event: torch.cuda.Event | None  # when their copy is complete
@@ -324,7 +312,13 @@ class Offload:
     ):
         self.placement, self.model, self.device = placement, model, device
         self.link = Link(device)
-        hosted = hosted_matrices(placement, model)
+        named = parameters_by_part(model)
+        hosted = [
+            (name, part, parameter)
+            for part in placement.parts
+            for name, parameter in named[part.name].items()
+            if part.level and parameter.ndim > 1
+        ]
         sizes = [parameter.numel() * part.bytes_per_weight() for _, part, parameter in hosted]
         slot = placement.slot_bytes()
         one, other, *memories = self.link.memory([slot, slot, *sizes])
@@ -334,13 +328,10 @@ class Offload:
             matrix = HostMatrix(name, part, parameter, memory, device)
             self.by_part.setdefault(part, []).append(matrix)
             if early:
-                hook = partial(self.gradient_ready, matrix)
-                parameter.register_post_accumulate_grad_hook(hook)
+                parameter.register_post_accumulate_grad_hook(partial(self.gradient_ready, matrix))
         self.matrices = [matrix for matrices in self.by_part.values() for matrix in matrices]
-        self.streamed: dict[int, list[HostMatrix]] = {}  # by layer
-        for part, matrices in self.by_part.items():
-            if part.level == Level.STREAMED:
-                self.streamed |= dict.fromkeys(part.layers, matrices)
+        streamed = [part for part in self.by_part if part.level == Level.STREAMED]
+        self.streamed = {layer: self.by_part[part] for part in streamed for layer in part.layers}
         self.fetched: dict[int, Fetched] = {}  # by layer
         self.direction = 1  # in which layers run: -1 in a backward pass
         self.is_last = True  # whether this is the last micro-batch of a step
@@ -459,8 +450,7 @@ class Offload:
         for matrix in matrices:
             if matrix.weight.dtype != torch.float32:
                 matrix.weight.copy_(matrix.master)
-        kept = [matrix for matrix in matrices if matrix.part.level < Level.STREAMED]
-        pairs = [(matrix.parameter.data, matrix.weight) for matrix in kept]
+        pairs = [(m.parameter.data, m.weight) for m in matrices if m.part.level < Level.STREAMED]
         self.link.wait(self.link.copy(self.link.up, pairs))
         self.fetched.clear()  # only after that wait, so that no copy still writes to their memory
 

@@ -316,8 +316,7 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"{' '.join(args.source)}: name {sources}")
     else:
         samples = Samples(Store.open(args.source[0]), "pieces", args.max_len)
-        start, stop = samples.spans(np.arange(len(samples))).T
-        lengths = stop - start
+        lengths = np.diff(samples.spans(np.arange(len(samples))))[:, 0]
     show(pack(histogram(lengths, args.max_len), args.packer, args.max_per_row), args.max_len)
 
 

@@ -26,6 +26,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.triton_here import adjacent
+
 # Moving this many tokens of width 128, and their gradients, takes as long as one more call.
 TOKENS_OF_A_CALL = 128
 STEPS = 16  # documents are padded to multiples of a sixteenth of a row
@@ -179,9 +181,8 @@ class Calls(NamedTuple):
         All padding of a call counts as one document.
         """
         if x.ndim == 4:
-            if x.stride(3) != 1:  # torch's operator would silently give a wrong result
-                x = x.contiguous()
-            x = x.flatten(0, 1)
+            # With other strides torch's operator would silently give a wrong result.
+            x = adjacent(x).flatten(0, 1)
         return self.split(x if self.token is None else x.index_select(0, self.token))
 
     def split(self, x: Tensor) -> list[Tensor]:

@@ -41,26 +41,21 @@ def reference(
 
 
 def losses_by_torch(
-    x: Tensor,
-    matrix: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    target_weights: Tensor | None,
-    wants_gradient: bool,
+    x: Tensor, head: Tensor, bias: Tensor | None, targets: Tensor, share: Tensor | None, grads: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the losses of some rows, and their gradient with respect to the logits.
 
-    Args:    x (rows, C) and matrix (V, C) of one dtype; others as for `linear_cross_entropy`
+    Args:    x (rows, C) and head (V, C) of one dtype; share (rows,) the weight of each
+             target's loss, or None: 1; others as for `linear_cross_entropy`
     Returns: nats    (rows,) loss of each target times its share; 0 where the target is IGNORE
-             dlogits (rows, V) gradient of the sum, or None if not wanted. Both are at least float32
+             dlogits (rows, V) gradient of the sum, or None without `grads`. Both are at least
+             float32
     """
     exact = torch.promote_types(x.dtype, torch.float32)
     is_ignored = (targets == IGNORE)[:, None]
     target = targets[:, None].masked_fill(is_ignored, 0)
-    counts = (
-        ~is_ignored if target_weights is None else ~is_ignored * target_weights[:, None].to(exact)
-    )
-    logits = F.linear(x, matrix).to(exact)  # (rows, V)
+    counts = ~is_ignored if share is None else ~is_ignored * share[:, None].to(exact)
+    logits = F.linear(x, head).to(exact)  # (rows, V)
     if bias is not None:
         logits += bias
     top = logits.amax(1, keepdim=True)
@@ -68,7 +63,7 @@ def losses_by_torch(
     powers = logits.sub_(top).exp_()
     norm = powers.sum(1, keepdim=True)
     nats = ((norm.log() - score) * counts).masked_fill(is_ignored, 0).squeeze(1)
-    if not wants_gradient:
+    if not grads:
         return nats, None
     dlogits = powers.mul_(counts / norm)  # softmax, zero where ignored
     return nats, dlogits.scatter_add_(1, target, -counts.to(exact))
@@ -142,32 +137,26 @@ if triton is not None:
 
 
 def losses_by_triton(
-    x: Tensor,
-    matrix: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    target_weights: Tensor | None,
-    wants_gradient: bool,
+    x: Tensor, head: Tensor, bias: Tensor | None, targets: Tensor, share: Tensor | None, grads: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Like `losses_by_torch`, but dlogits has the dtype of x and overwrites the logits.
 
     Cost: per 16-bit logit, the kernel reads 2 bytes twice and writes them once, and the three
           products write them once and read them twice. An ignored target's row is only written
     """
-    rows, V = len(x), len(matrix)
+    rows, V = len(x), len(head)
     stride = -(-V // ALIGNED) * ALIGNED
     logits = torch.empty(rows, stride, dtype=x.dtype, device=x.device)[:, :V]
-    torch.mm(x, matrix.T, out=logits)
+    torch.mm(x, head.T, out=logits)
     nats = torch.empty(rows, dtype=torch.float32, device=x.device)
     if bias is not None:
         bias = F.pad(bias.float(), (0, stride - V))
-    targets, target_weights = (
-        None if t is None else t.contiguous() for t in (targets, target_weights)
-    )
-    constants = {"IGNORED": IGNORE, "GRADIENT": wants_gradient, "COLS": COLS, "num_warps": WARPS}
+    targets = targets.contiguous()
+    share = None if share is None else share.contiguous()
+    constants = {"IGNORED": IGNORE, "GRADIENT": grads, "COLS": COLS, "num_warps": WARPS}
     with torch.cuda.device_of(x):
-        losses_kernel[(rows,)](nats, logits, bias, targets, target_weights, V, stride, **constants)
-    return nats, logits if wants_gradient else None
+        losses_kernel[(rows,)](nats, logits, bias, targets, share, V, stride, **constants)
+    return nats, logits if grads else None
 
 
 LOSSES = {"chunked": losses_by_torch, "triton": losses_by_triton}

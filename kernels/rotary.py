@@ -87,6 +87,5 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
         cos, sin = rotation.unbind(-1)
         turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
     else:
-        product = torch.view_as_complex(pairs) * torch.view_as_complex(rotation)
-        turned = torch.view_as_real(product)
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rotation))
     return turned.flatten(-2).to(x.dtype)  # (B, T, H, D)

@@ -62,11 +62,9 @@ def check_impl(impl: str, impls: Collection[str], device: str) -> None:
     """Refuse an implementation that is not one of `impls`, or triton where it cannot run."""
     if impl not in impls:
         raise ValueError(f"impl {impl!r} is unknown: choose one of {', '.join(impls)}")
-    if impl != "triton":
-        return
-    if triton is None:
+    if impl == "triton" and triton is None:
         raise ValueError("impl 'triton': Triton is not installed here, choose another")
-    if device != "cuda" and isinstance(nothing, triton.JITFunction):
+    if impl == "triton" and device != "cuda" and isinstance(nothing, triton.JITFunction):
         raise ValueError("impl 'triton' needs CUDA tensors, or TRITON_INTERPRET=1 at the start")
 
 
@@ -84,6 +82,6 @@ if triton is not None:
 
 def python_header() -> Path:
     """Return the path at which Triton looks for Python.h."""
-    scheme = sysconfig.get_default_scheme()
-    scheme = "posix_prefix" if scheme == "posix_local" else scheme  # posix_local is Debian's
+    # posix_local is Debian's
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     return Path(sysconfig.get_paths(scheme)["include"], "Python.h")

@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from support.runtime import Runtime, group_of
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
@@ -51,17 +50,15 @@ def shard(model: nn.Module, runtime: Runtime) -> None:
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
 
-def mesh_of(runtime: Runtime) -> "DeviceMesh":
+def mesh_of(runtime: Runtime) -> "dist.DeviceMesh":
     """Return all ranks as one dimension; a process without torchrun becomes a group of one."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     kind = runtime.device.type
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"--fsdp needs --device cpu or cuda, not {kind}")
     if not dist.is_initialized():
         group = group_of(runtime.device)
         dist.init_process_group(**group, store=dist.HashStore(), rank=0, world_size=1)
-    return init_device_mesh(kind, (runtime.world_size,))
+    return dist.init_device_mesh(kind, (runtime.world_size,))
 
 
 def precision(runtime: Runtime) -> "MixedPrecisionPolicy":
@@ -132,12 +129,7 @@ def as_dtensor(rows: Tensor, like: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
-        rows,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
+        rows, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
     )
 
 

@@ -118,12 +118,11 @@ class Optimizers:
         update = orthogonalise_by_ranks(batch.to(self.device, non_blocking=True), heights)
         weights = [local_rows(matrix) for matrix in matrices]
         torch._foreach_mul_(weights, 1 - lr * self.weight_decay)  # a GPU may still orthogonalise
-        if batch.is_pinned():  # its page-locked memory serves the way back too
-            update = batch.copy_(update)
-        else:
-            update = update.to(weights[0])
+        # Page-locked memory serves the way back too.
+        update = batch.copy_(update) if batch.is_pinned() else update.to(weights[0])
         if is_dtensor(matrices[0]):
-            update = slice_of_rank(update, len(weights[0]))
+            first = dist.get_rank() * -(-update.shape[1] // dist.get_world_size())
+            update = update[:, first : first + len(weights[0])]  # the rows of this rank
         # If the heights differ, none exceeds the number of columns: one rate serves them all.
         rate = lr * 0.2 * math.sqrt(max(heights[0], matrices[0].shape[1]))
         torch._foreach_add_(weights, update.unbind(), alpha=-rate)
@@ -268,8 +267,7 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     """
     is_tall = matrices.shape[1] > matrices.shape[2]
     X = matrices.mT if is_tall else matrices  # (n, m, k)
-    is_long = X.shape[2] >= 2 * X.shape[1]
-    by_gram = is_long and X.dtype != torch.bfloat16
+    by_gram = X.shape[2] >= 2 * X.shape[1] and X.dtype != torch.bfloat16
     X = newton_schulz_by_gram(X) if by_gram else newton_schulz(X)
     return X.mT if is_tall else X
 
@@ -325,12 +323,6 @@ def orthogonalise_each(matrices: Tensor, heights: tuple[int, ...]) -> Tensor:
     return torch.cat([orthogonalise(part) for part in matrices.split(heights, dim=1)], dim=1)
 
 
-def slice_of_rank(matrices: Tensor, rows: int) -> Tensor:
-    """Return this rank's rows of matrices (n, rows, columns) that every rank has."""
-    first = dist.get_rank() * -(-matrices.shape[1] // dist.get_world_size())
-    return matrices[:, first : first + rows]
-
-
 # ---- the learning rate
 
 
@@ -360,8 +352,7 @@ def lr_at(optim: OptimConfig, tokens: float) -> float:
     start = decay_start(optim) if optim.schedule == "wsd" else optim.warmup_tokens
     decayed = (tokens - start) / max(optim.tokens - start, 1)  # share of the decay, 0 to 1
     decayed = min(max(decayed, 0.0), 1.0)
-    remaining = 1 - decayed
-    if optim.schedule == "cosine":
-        remaining = (1 + math.cos(math.pi * decayed)) / 2
+    is_cosine = optim.schedule == "cosine"
+    remaining = (1 + math.cos(math.pi * decayed)) / 2 if is_cosine else 1 - decayed
     floor = optim.lr * optim.min_lr
     return floor + (optim.lr - floor) * remaining

@@ -105,9 +105,8 @@ def join_ranks(rank: int, world_size: int, device: torch.device, timeout: timede
             **group_of(device),
         )
     except dist.DistError as error:
-        sys.exit(
-            f"error: rank {rank} waits for all {world_size} ranks no longer: {one_line(error)}"
-        )
+        line = f"error: rank {rank} waits for all {world_size} ranks no longer"
+        sys.exit(f"{line}: {one_line(error)}")
 
 
 def group_of(device: torch.device) -> dict[str, str | torch.device]:
@@ -276,7 +275,6 @@ def refuse_step(runtime: Runtime, step: int, quantity: str, value: float) -> NoR
     """Stop every rank before an update; name the step and the ranks with a bad value."""
     values = runtime.gather(value)
     ranks = [str(rank) for rank, seen in enumerate(values) if not math.isfinite(seen)]
-    raise ValueError(
-        f"the {quantity} is not finite at step {step} on rank {', '.join(ranks)}: the weights were"
-        " not updated; start a new run with a lower --lr"
-    )
+    where = f"at step {step} on rank {', '.join(ranks)}"
+    advice = "the weights were not updated; start a new run with a lower --lr"
+    raise ValueError(f"the {quantity} is not finite {where}: {advice}")

@@ -56,13 +56,9 @@ class Setting(NamedTuple):
 
     def allowed(self) -> str:
         """Describe the allowed values. Example: at least 0 and below 1"""
-        ends = (
-            ("at least", self.least),
-            ("above", self.above),
-            ("at most", self.most),
-            ("below", self.below),
-        )
-        limits = [f"{words} {limit}" for words, limit in ends if isfinite(limit)]
+        ends = {"at least": self.least, "above": self.above}
+        ends |= {"at most": self.most, "below": self.below}
+        limits = [f"{words} {limit}" for words, limit in ends.items() if isfinite(limit)]
         kind = f"a {self.kind.__name__}, not empty"
         return " or ".join(self.choices) or " and ".join(limits) or kind
 
@@ -74,8 +70,7 @@ class Setting(NamedTuple):
 
 def flag(written: str, default: Value, help: str, choices: Choices = (), **more: object) -> Any:
     """Make a field of a group; `more` are other fields of `Setting`."""
-    about = {"flag": written, "help": help, "choices": choices, **more}
-    return field(default=default, metadata=about)
+    return field(default=default, metadata=dict(flag=written, help=help, choices=choices, **more))
 
 
 def free(written: str, default: Value, help: str, choices: Choices = (), **more: object) -> Any:
@@ -95,8 +90,7 @@ def settings_of(config_class: type) -> dict[str, Setting]:
     for group in fields(config_class):
         for item in fields(group.type):
             kind = next(iter(get_args(item.type)), item.type)  # int, of the annotation int | None
-            setting = Setting(kind, item.default, **item.metadata)
-            settings[f"{group.name}.{item.name}"] = setting
+            settings[f"{group.name}.{item.name}"] = Setting(kind, item.default, **item.metadata)
     return settings
 
 
