@@ -201,8 +201,9 @@ class Corpus:
         for number, fields in rows:
             id, text = fields.get("id"), fields.get(self.text_column, 0)
             if not isinstance(text, str | None):
-                wanted = f"has no string under --text-column {self.text_column}"
-                raise ValueError(f"{path}:{number}: {wanted}, only {', '.join(fields) or 'nothing'}")
+                there = ", ".join(fields) or "nothing"
+                wanted = f"has no string under --text-column {self.text_column}, only {there}"
+                raise ValueError(f"{path}:{number}: {wanted}")
             try:
                 f"{id}{text}".encode()
             except UnicodeEncodeError:

@@ -159,7 +159,8 @@ def gather_kept(x: Tensor, kept: Tensor, impl: str) -> Tensor:
 
 
 def gather_by_triton(x: Tensor, kept: Tensor) -> Tensor:
-    (B, _, C), K = x.shape, kept.shape[1]
+    B, _, C = x.shape
+    K = kept.shape[1]
     x, kept = adjacent(x), kept.contiguous()
     out = torch.empty(B, K, C, dtype=x.dtype, device=x.device)
     grid, strides, constants = copy_launch(B * K, C, x.element_size(), *x.stride()[:2])
