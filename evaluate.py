@@ -105,22 +105,16 @@ def bits_per_byte(nats: float, size: float) -> float | None:
 # ---- held-out text
 
 
-class PackedText(NamedTuple):
-    """Pieces of text packed into rows, and the document that each piece belongs to."""
-
-    rows: Rows
-    document: np.ndarray  # (pieces,) counted from the first held-out document
-
-
 class HeldOutText(NamedTuple):
-    """The held-out text of one store."""
+    """The held-out text of one store, in pieces that are packed into rows."""
 
     name: str
     store: Store
     weight: float  # in the average over stores
     documents: range  # the held-out ones
-    text: PackedText
-    pairs: PackedText | None  # --nsp: the same text as pairs
+    rows: Rows
+    document_of: np.ndarray  # (pieces,) counted from the first held-out document
+    pairs: Rows | None  # --nsp: the same text as pairs
     is_whole: bool  # False for a part of the text
     description: str  # how much of it is used
 
@@ -150,14 +144,13 @@ class Evaluation:
     ) -> HeldOutText:
         samples = Samples(store, self.task.evaluated, self.seq_len, "val")
 
-        def pack(pieces: np.ndarray, special_tokens: int) -> PackedText:
+        def pack(pieces: np.ndarray, special_tokens: int) -> Rows:
             lengths = pieces["stop"] - pieces["start"] + special_tokens
             packs = pack_lengths(lengths, self.seq_len)
-            rows = Rows(pieces[packs.items], packs.offsets)
-            document = np.searchsorted(samples.offsets, rows.pieces["start"], "right") - 1
-            return PackedText(rows, document)
+            return Rows(pieces[packs.items], packs.offsets)
 
-        spans, pairs = samples.as_hard_as_all(tokens or samples.tokens, self.byte_lengths), None
+        spans = samples.as_hard_as_all(tokens or samples.tokens, self.byte_lengths)
+        rows, pairs = pack(as_pieces(spans), samples.special_tokens), None
         if self.task.nsp:
             special_tokens = ADDED_TOKENS["pairs"]
             halves = cut(spans, self.seq_len - special_tokens)
@@ -169,7 +162,8 @@ class Evaluation:
             store,
             weight,
             samples.documents,
-            text=pack(as_pieces(spans), samples.special_tokens),
+            rows=rows,
+            document_of=np.searchsorted(samples.offsets, rows.pieces["start"], "right") - 1,
             pairs=pairs,
             is_whole=is_whole,
             description=f"{share} held-out tokens",
@@ -192,14 +186,14 @@ class Evaluation:
         scorer = Scorer(self.task, self.seq_len, model, runtime, micro_batch)
         of_each = []
         for part in self.parts:
-            of_piece = scorer.sums(self.score_targets, 3, part.store, part.text.rows)
-            numbers = part.text.document
+            of_piece = scorer.sums(self.score_targets, 3, part.store, part.rows)
+            numbers = part.document_of
             nats, targets, size = sum_by_key(numbers, len(part.documents), of_piece)
             if not targets.any():
                 raise ValueError(f"{part.store.path}: no target in {part.description}")
             right = pairs = 0
-            if part.pairs:
-                of_pair = scorer.sums(pair_scores, 2, part.store, part.pairs.rows)
+            if part.pairs is not None:
+                of_pair = scorer.sums(pair_scores, 2, part.store, part.pairs)
                 right, pairs = of_pair.sum(axis=1)
             chosen = np.arange(len(part.documents)) if part.is_whole else np.unique(numbers)
             scores = DocumentScores(

@@ -86,12 +86,6 @@ class TransformerConfig:
         return self.width // self.heads
 
     @property
-    def qkv_heads(self) -> tuple[int, int, int]:
-        """How many heads queries, keys and values have."""
-        kv_heads = self.kv_heads or self.heads
-        return self.heads, kv_heads, kv_heads
-
-    @property
     def gelu(self) -> str:
         """`approximate` of nn.GELU: "tanh" if positions are learned, as in GPT-2, else "none".
 
@@ -258,10 +252,9 @@ class Transformer(nn.Module):
     def loss(self, x: Tensor, batch: Batch) -> Tensor:
         """Return the loss of hidden states x (B, T, C), summed over targets, in nats; a scalar."""
         weights = None if batch.weights is None else batch.weights.flatten()
+        x = x.flatten(0, 1)  # (B T, C)
         targets = batch.targets.flatten()  # (B T,)
-        return linear_cross_entropy(
-            x.flatten(0, 1), self.head, None, targets, target_weights=weights
-        )
+        return linear_cross_entropy(x, self.head, None, targets, target_weights=weights)
 
     @torch.no_grad()
     def losses(self, x: Tensor, batch: Batch) -> Tensor:
@@ -298,7 +291,9 @@ class Block(nn.Module):
 class Attention(nn.Module):
     def __init__(self, config: TransformerConfig):
         super().__init__()
-        self.heads, self.dropout = config.qkv_heads, config.dropout
+        kv_heads = config.kv_heads or config.heads
+        self.heads = config.heads, kv_heads, kv_heads  # of queries, keys and values
+        self.dropout = config.dropout
         self.c_attn = nn.Linear(config.width, sum(self.heads) * config.head_width, config.bias)
         self.c_proj = nn.Linear(config.width, config.width, config.bias)
         if config.qk_norm:

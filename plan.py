@@ -237,13 +237,12 @@ class Plan:
     # ---- what they cost
 
     def context_at(self, clock: Clock) -> StepContext:
-        settings = self.settings
         return StepContext(
-            seed=settings.run.seed,
+            seed=self.settings.run.seed,
             step=clock.step + 1,
-            progress=min(clock.consumed_tokens / settings.optim.schedule_tokens, 1.0),
+            progress=min(clock.consumed_tokens / self.settings.optim.schedule_tokens, 1.0),
             seq_len=self.seq_len,
-            layers=settings.model.layers,
+            layers=self.settings.model.layers,
         )
 
     def tokens_by_layer(self, context: StepContext, seq_len: int) -> list[int]:

@@ -195,12 +195,8 @@ def hand_over(state: dict, owners: Owners, policy: str) -> dict:
             kept = moments_for(kept, ratio, policy)
         new_weights |= with_layer(block, layer)
         new_moments |= with_layer(kept, layer)
-    return {
-        **state,
-        "model": new_weights,
-        "optimizers": {**state["optimizers"], "state": new_moments},
-        "pseudo": {"owners": owners},
-    }
+    optimizers = {**state["optimizers"], "state": new_moments}
+    return {**state, "model": new_weights, "optimizers": optimizers, "pseudo": {"owners": owners}}
 
 
 def block_of(entries: dict[str, Any], layer: int) -> dict[str, Any]:

@@ -48,12 +48,8 @@ FRAME = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
 PAGE = "compared.html"  # of several runs, unless --out names another
 # What a run spends, and what a comparison may hold fixed. Time is the time of the steps, without
 # evaluations and checkpoints.
-UNITS = {
-    "consumed_tokens": "consumed tokens",
-    "real_tokens": "raw tokens",
-    "flops": "FLOPs",
-    "minutes": "minutes",
-}
+UNITS = {"consumed_tokens": "consumed tokens", "real_tokens": "raw tokens"}
+UNITS |= {"flops": "FLOPs", "minutes": "minutes"}
 # {column: (title, unit, factor)}
 CHARTS = {
     "loss": ("Training loss", "nats, smoothed", 1),

@@ -241,9 +241,8 @@ def finish(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> None:
         # The row grows token by token, and every new length would compile again.
         eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
         with runtime.autocast(), eager:
-            text = "".join(
-                sample.continue_text(model, data.encoding, "", SAMPLE_TOKENS, generator=random)
-            )
+            pieces = sample.continue_text(model, data.encoding, "", SAMPLE_TOKENS, generator=random)
+            text = "".join(pieces)
         run.log.write("sample", step=run.clock.step, text=text)
         runtime.say(f"a sample:\n{textwrap.indent(text, '    ')}")
     page = runtime.on_rank0(lambda: str(report.write_page(run.folder)))
@@ -445,10 +444,8 @@ class Trainer:
 
     def state(self) -> dict:
         """All that `assemble` needs to continue from here."""
-        state = {
-            "model": self.offloaded.weights() if self.offloaded else self.model.state_dict(),
-            "optimizers": self.optimizers.state_dict(),
-        }
+        weights = self.offloaded.weights() if self.offloaded else self.model.state_dict()
+        state = {"model": weights, "optimizers": self.optimizers.state_dict()}
         if self.owners:
             state["pseudo"] = {"owners": self.owners}
         return state

@@ -18,6 +18,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,17 +60,11 @@ def check_finite(weights: dict[str, Tensor]) -> None:
             raise ValueError(f"weight {name} is not finite")
 
 
-def map_tensors(state: dict, change: Callable[[Tensor], Tensor]) -> dict:
+def map_tensors(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Apply `change` to each tensor in nested dicts, in their order, which all ranks share."""
-    changed = {}
-    for key, value in state.items():
-        if isinstance(value, dict):
-            changed[key] = map_tensors(value, change)
-        elif isinstance(value, Tensor):
-            changed[key] = change(value)
-        else:
-            changed[key] = value
-    return changed
+    if isinstance(state, dict):
+        return {key: map_tensors(value, change) for key, value in state.items()}
+    return change(state) if isinstance(state, Tensor) else state
 
 
 def write_file(path: Path, state: dict, keep: int) -> None:
@@ -159,9 +154,8 @@ def refusing_damage(path: Path) -> Iterator[None]:
         raise
     except Exception as error:  # zipfile, pickle and torch raise many kinds for a bad file
         why = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"{path} is damaged or no checkpoint: {why}; delete it to resume from the one before"
-        ) from None
+        advice = "delete it to resume from the one before"
+        raise ValueError(f"{path} is damaged or no checkpoint: {why}; {advice}") from None
 
 
 def receive(tensor: Tensor, runtime: Runtime, sharded: bool) -> Tensor:

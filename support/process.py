@@ -132,9 +132,8 @@ class Parser(argparse.ArgumentParser):
             return f"did you mean {ours}?"
         # If several flags have the same choice, the one before the word comes last and stays.
         for name, action in sorted(flags.items(), key=lambda item: item[0] == flag):
-            known |= {name: name} | {
-                str(value): f"{name} {value}" for value in action.choices or ()
-            }
+            known[name] = name
+            known |= {str(value): f"{name} {value}" for value in action.choices or ()}
         if meant := get_close_matches(word, known, 1, cutoff=0.75):
             return f"did you mean {known[meant[0]]}?"
         return f"did you mean --resume --out {word}?" if flag == "--resume" else "see --help"

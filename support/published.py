@@ -379,15 +379,9 @@ def layout_of(kind: str, is_llama: bool) -> Layout:
 # Offsets count from byte 8 + N; tensors are stored row by row. "__metadata__" is a dict of strings.
 # Format: github.com/huggingface/safetensors, README.md. Other dtypes are not supported.
 
-DTYPES = {  # in the order in which the safetensors library writes them, wide ones first
-    "I64": torch.int64,
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+# In the order in which the safetensors library writes them, wide ones first.
+DTYPES = {"I64": torch.int64, "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}
+DTYPES |= {"F16": torch.float16, "U8": torch.uint8, "BOOL": torch.bool}
 
 
 def load_file(path: str | Path) -> dict[str, Tensor]:

@@ -177,10 +177,8 @@ class Run:
         if (log := self.folder / "log.jsonl").is_symlink():
             raise ValueError(f"{log} is a link: replace it with the file")
         if self.started.sha256 != self.store["sha256"]:
-            raise ValueError(
-                f"--data: {self.folder} was started with another store, or with other weights in a"
-                " mixture"
-            )
+            other = "another store, or with other weights in a mixture"
+            raise ValueError(f"--data: {self.folder} was started with {other}")
         if checkpoint.steps_in(self.folder):
             return checkpoint.find(self.folder, self.settings.run.resume)
         if any(line["event"] == "checkpoint" for line in read_log(self.folder)):
@@ -205,10 +203,9 @@ class Run:
         consumed = lr_clock(optim.lr_clock, layers, self.clock)
         decays = optim.schedule != "wsd" or consumed > decay_start(replace(optim, tokens=before))
         if optim.tokens != before and decays and optim.min_lr < 1:
-            raise ValueError(
-                f"--tokens {optim.tokens} at step {self.clock.step}: a run can be extended before"
-                f" the decay of --schedule wsd begins, or with --min-lr 1; it had {before}"
-            )
+            asked = f"--tokens {optim.tokens} at step {self.clock.step}"
+            when = "before the decay of --schedule wsd begins, or with --min-lr 1"
+            raise ValueError(f"{asked}: a run can be extended {when}; it had {before}")
 
     def has_ended(self) -> bool:
         """Whether the budget is consumed and everything after the last step is done too."""

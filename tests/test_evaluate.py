@@ -84,7 +84,7 @@ def test_the_same_tokens_are_masked_however_much_is_evaluated(store):
 
     def asked(tokens):
         """Return what is asked for: place in the store, hidden token, target."""
-        rows = evaluation_of(store, 64, "bert", tokens=tokens).parts[0].text.rows
+        rows = evaluation_of(store, 64, "bert", tokens=tokens).parts[0].rows
         batch = TASKS["bert"].batch(store, rows, 64, rows, "mask")
         at, piece = batch.masked, batch.doc_ids + torch.from_numpy(rows.offsets[:-1, None])
         assert 0.13 < len(at) / rows.lengths.sum() < 0.17
@@ -151,7 +151,7 @@ def few():
 def test_packed_documents_have_the_nats_of_their_pieces_alone(few, kind):
     """With any number of rows at a time."""
     evaluation, model = evaluation_of(few, 64, kind), tiny(kind)
-    nats, *counts = by_definition(few, kind, evaluation.parts[0].text.rows, model).T
+    nats, *counts = by_definition(few, kind, evaluation.parts[0].rows, model).T
     for rows in (8, 3):
         documents = documents_of(evaluation, model, rows)
         assert np.array_equal([documents.targets, documents.bytes], counts)
@@ -160,8 +160,7 @@ def test_packed_documents_have_the_nats_of_their_pieces_alone(few, kind):
     assert model.training, "the model's mode is kept"
     # Control: the comparison notices pieces that are counted for another document.
     (part,) = evaluation.parts
-    exchanged = part.text._replace(document=np.roll(part.text.document, 1))
-    evaluation.parts = [part._replace(text=exchanged)]
+    evaluation.parts = [part._replace(document_of=np.roll(part.document_of, 1))]
     assert documents_of(evaluation, model, 8).nats != pytest.approx(nats, rel=1e-12, abs=0)
 
 

@@ -221,7 +221,7 @@ def test_a_mixtures_score_is_the_weighted_mean_of_its_stores(stores):
 def test_weighted_means_equal_examples_worked_by_hand(stores):
     """Of 1,000 tokens, half are shared evenly and half by weight."""
     evaluation = evaluation_of(open_store(mix(stores, 0.8, 0.2)), tokens=1000)
-    words, books = (part.text.rows.lengths.sum() for part in evaluation.parts)
+    words, books = (part.rows.lengths.sum() for part in evaluation.parts)
     assert abs(words - 650) < 64 and abs(books - 350) < 64
 
     part, log_2 = evaluation.parts[0], np.log(2)

@@ -444,7 +444,7 @@ def check_text_and_evaluation(runtime: Runtime, store: str) -> None:
     assert texts[0] == texts[1]
     data = Data(encoding, Store.open(store), byte_lengths(encoding))
     evaluation = Evaluation(data, GptTask(), 32, tokens=300)
-    rows = len(evaluation.parts[0].text.rows)
+    rows = len(evaluation.parts[0].rows)
     at_once = next(n for n in (4, 5, 7) if -(-rows // n) % runtime.world_size)
     result = evaluation.run(ours, runtime, at_once)
     expected = evaluation.run(alone, checkpoint.ALONE, at_once)
