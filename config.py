@@ -16,7 +16,7 @@ of a technique's file lists where else it acts.
     python config.py                    # the table of flags, as docs/flags.md shows it
 """
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -37,9 +37,21 @@ from model import TransformerConfig
 from offload import OffloadConfig
 from packing import PackConfig
 from pseudo import PseudoConfig
-from support import settings as flags
 from support.run import Started, check_out, newest_run, started_with
-from support.settings import BLOCKS, SIZES, Flat, Settings, check_limits, flattened, settings_of
+from support.settings import (
+    BLOCKS,
+    SIZES,
+    Flat,
+    Settings,
+    as_given,
+    check_limits,
+    flattened,
+    settings_of,
+    table_of,
+    unflattened,
+    with_defaults,
+)
+from support.settings import parse as parse_flags
 from support.weights import with_settings_of_init
 
 
@@ -56,7 +68,7 @@ class Config(Settings):
 
 def parse(argv: list[str]) -> Flat:
     """Read the command line as {"group.field": value}, only what it gives; ValueError if bad."""
-    return flags.parse(Config, argv, "train.py", "Pretrain a GPT or a BERT.")
+    return parse_flags(Config, argv, "train.py", "Pretrain a GPT or a BERT.")
 
 
 def parse_or_resume(argv: list[str]) -> tuple[Config, Started | None]:
@@ -92,8 +104,8 @@ def resumed(saved: Flat, given: Flat) -> Flat:
     for name, value in given.items():
         setting = settings_of(Config)[name]
         if not setting.free and saved.get(name) != value:
-            before = flags.as_given(setting.flag, saved.get(name))
-            now = flags.as_given(setting.flag, value)
+            before = as_given(setting.flag, saved.get(name))
+            now = as_given(setting.flag, value)
             raise ValueError(f"{now} differs from {before}, with which the run was started")
     # when a technique is switched off now, drop its other settings too
     return {n: v for n, v in (saved | given).items() if n in given or not is_off(n, given)}
@@ -108,7 +120,7 @@ def build(flat: Flat, will_run: bool = True, file: str = "") -> Config:
     # An old run also has the settings of techniques that a fork has deleted since then.
     flat = {n: v for n, v in flat.items() if n in settings_of(Config) or not is_off(n, flat)}
     check_limits(Config, flat, file)
-    settings = flags.unflattened(Config, flags.with_defaults(flat))
+    settings = unflattened(Config, with_defaults(flat))
     model, seq_len = settings.model, settings.data.seq_len
     is_bert = model.model == "bert"
     if settings.ltd.on:
@@ -165,17 +177,25 @@ def transformer_config(
 
     Args: positions how many learned positions published weights have; None without such weights
     """
-    m = settings.model
-    config_class = BertConfig if m.model == "bert" else TransformerConfig
+    m, is_bert = settings.model, settings.model.model == "bert"
     longest = SIZES[m.size].seq_len if m.pos == "learned" else settings.data.seq_len
-    return config_class(
-        # settings that have the name of a dimension: layers, heads, width, ...
-        **{f.name: getattr(m, f.name) for f in fields(config_class) if hasattr(m, f.name)},
-        **BLOCKS[m.block],
+    dimensions = dict(
+        layers=m.layers,
+        heads=m.heads,
+        width=m.width,
+        mlp_width=m.mlp_width,
         seq_len=positions or longest,
         vocab_size=vocab_size,
+        pos=m.pos,
+        dropout=m.dropout,
+        **BLOCKS[m.block],
+        kv_heads=m.kv_heads,
+        qk_norm=m.qk_norm,
         rotary=Rotary(m.rope_theta, Scaling.parsed(m.rope_scaling) if m.rope_scaling else None),
+        tied=m.tied,
+        activation=m.activation,
     )
+    return BertConfig(nsp=m.nsp, **dimensions) if is_bert else TransformerConfig(**dimensions)
 
 
 def check(settings: Config) -> None:
@@ -216,4 +236,4 @@ def check(settings: Config) -> None:
 
 
 if __name__ == "__main__":
-    print(flags.table_of(Config))
+    print(table_of(Config))
