@@ -37,21 +37,9 @@ from model import TransformerConfig
 from offload import OffloadConfig
 from packing import PackConfig
 from pseudo import PseudoConfig
+from support import settings as flags
 from support.run import Started, check_out, newest_run, started_with
-from support.settings import (
-    BLOCKS,
-    SIZES,
-    Flat,
-    Settings,
-    as_given,
-    check_limits,
-    flattened,
-    settings_of,
-    table_of,
-    unflattened,
-    with_defaults,
-)
-from support.settings import parse as parse_flags
+from support.settings import BLOCKS, SIZES, Flat, Settings, check_limits, flattened, settings_of
 from support.weights import with_settings_of_init
 
 
@@ -68,7 +56,7 @@ class Config(Settings):
 
 def parse(argv: list[str]) -> Flat:
     """Read the command line as {"group.field": value}, only what it gives; ValueError if bad."""
-    return parse_flags(Config, argv, "train.py", "Pretrain a GPT or a BERT.")
+    return flags.parse(Config, argv, "train.py", "Pretrain a GPT or a BERT.")
 
 
 def parse_or_resume(argv: list[str]) -> tuple[Config, Started | None]:
@@ -104,8 +92,8 @@ def resumed(saved: Flat, given: Flat) -> Flat:
     for name, value in given.items():
         setting = settings_of(Config)[name]
         if not setting.free and saved.get(name) != value:
-            before = as_given(setting.flag, saved.get(name))
-            now = as_given(setting.flag, value)
+            before = flags.as_given(setting.flag, saved.get(name))
+            now = flags.as_given(setting.flag, value)
             raise ValueError(f"{now} differs from {before}, with which the run was started")
     # when a technique is switched off now, drop its other settings too
     return {n: v for n, v in (saved | given).items() if n in given or not is_off(n, given)}
@@ -120,7 +108,7 @@ def build(flat: Flat, will_run: bool = True, file: str = "") -> Config:
     # An old run also has the settings of techniques that a fork has deleted since then.
     flat = {n: v for n, v in flat.items() if n in settings_of(Config) or not is_off(n, flat)}
     check_limits(Config, flat, file)
-    settings = unflattened(Config, with_defaults(flat))
+    settings = flags.unflattened(Config, flags.with_defaults(flat))
     model, seq_len = settings.model, settings.data.seq_len
     is_bert = model.model == "bert"
     if settings.ltd.on:
@@ -236,4 +224,4 @@ def check(settings: Config) -> None:
 
 
 if __name__ == "__main__":
-    print(table_of(Config))
+    print(flags.table_of(Config))
