@@ -55,8 +55,8 @@ from support.runtime import Runtime, on_device
 from support.sizes import flops_of_step
 
 WINDOW_STEPS = 16  # steps whose samples are packed together, which gives rows for about ten steps
-EXACT_STEPS = 20  # of a forecast, which are planned one by one
-FORECAST_POINTS = 40  # of the rest of the run, at which one window is planned
+EXACT_STEPS = 20  # a forecast of so many steps is exact
+FORECAST_POINTS = 40  # of a longer run, at which one window is planned
 
 
 class Step(NamedTuple):
@@ -304,31 +304,30 @@ class Plan:
     # ---- what lies ahead
 
     def forecast(self, clock: Clock) -> "Forecast":
-        """Estimate the rest of the run: plan 20 steps, then one window at each of 40 points."""
-        start, budget = clock, self.settings.optim.tokens
-        while clock.step < start.step + EXACT_STEPS and clock.consumed_tokens < budget:
-            clock = self.after(clock, self.rows_of_step(clock))
-        left = max(budget - clock.consumed_tokens, 0)
+        """Plan the rest of a short run; estimate that of a longer one from 40 points of it."""
+        now, end = clock, self.settings.optim.tokens
+        while now.step < clock.step + EXACT_STEPS and now.consumed_tokens < end:
+            now = self.after(now, self.rows_of_step(now))
+        if now.consumed_tokens >= end:
+            tokens, flops = now.real_tokens - clock.real_tokens, now.flops - clock.flops
+            return Forecast(now.step - clock.step, tokens, flops)
+        budget = end - clock.consumed_tokens
         steps = tokens = flops = 0.0
-        for point in range(FORECAST_POINTS):  # the middle of each fortieth of the rest
-            consumed = clock.consumed_tokens + (2 * point + 1) * left // (2 * FORECAST_POINTS)
+        for point in range(FORECAST_POINTS):  # plan a window in the middle of each fortieth
+            consumed = clock.consumed_tokens + (2 * point + 1) * budget // (2 * FORECAST_POINTS)
             draws = clock.cursor.first_draw + point * self.rows_per_step * WINDOW_STEPS
             cursor = self.cursor_at(consumed, clock.cursor._replace(first_draw=draws, row=0))
             at = clock._replace(step=clock.step + round(steps), consumed_tokens=consumed)
             window = self.window_at(cursor)
             after = self.after(at, window)
-            windows = left / FORECAST_POINTS / max(after.consumed_tokens - consumed, 1)
+            windows = budget / FORECAST_POINTS / max(after.consumed_tokens - consumed, 1)
             rows = len(window.rows)
             steps += windows * (rows / self.rows_per_step if self.steps_share_windows else 1)
             tokens += windows * (after.real_tokens - at.real_tokens)
             flops += windows * (after.flops - at.flops)
         whole_steps = math.ceil(round(steps, 6))  # the last step may overshoot the budget
         overshoot = whole_steps / max(steps, 1e-9)
-        return Forecast(
-            steps=clock.step - start.step + whole_steps,
-            tokens=clock.real_tokens - start.real_tokens + round(tokens * overshoot),
-            flops=clock.flops - start.flops + flops * overshoot,
-        )
+        return Forecast(whole_steps, round(tokens * overshoot), flops * overshoot)
 
     def without_techniques(self) -> "Plan":
         """Make the plan of the same run with all techniques off."""
