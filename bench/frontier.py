@@ -299,7 +299,7 @@ def points_of(
 ) -> list[Point]:
     """Return the runs whose shapes were all timed, sorted by cost: seconds or raw tokens."""
     units = {cost["shape"]: cost["to_reference"][1] / UNIT for cost in costs}
-    timed_on = {cost["shape"]: cost["hardware"] for cost in costs}
+    timed_on = {cost["shape"]: cost["hardware"].replace("(R)", "") for cost in costs}
     points = []
     of_flags = itemgetter("flags")
     for flags, alike in groupby(sorted(made, key=of_flags), of_flags):
@@ -370,7 +370,7 @@ def table(args: argparse.Namespace) -> str:
     shared = arms_in(args.sections)[0].shared
     about = [f"All runs also have `{shared}`."] * bool(shared)
     if machines := sorted(frozenset().union(*(p.machines for p in points))):
-        about.append(f"Steps were timed on: {'; '.join(machines)}.")
+        about.append(f"Timed on {' and '.join(machines)}.")
     if args.match is None:
         text = frontier_table(points, args.least_seeds, args.fixed)
         return f"{' '.join(about)}\n\n{text}"
