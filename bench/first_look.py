@@ -283,16 +283,10 @@ def look_at_profile(args: argparse.Namespace) -> None:
             about = {"name": event.key[:120], "calls": significant(event.count / PROFILED, 4)}
             kernels.append(about | {"ms": significant(ms, 4), "share": round(ms / step_ms, 4)})
     kernels.sort(key=lambda kernel: -kernel["ms"])
-    args.keep(
-        {
-            "part": "profile",
-            "size": size,
-            "compile": args.compile,
-            "step_ms": significant(step_ms, 4),
-            "busy_ms": significant(sum(kernel["ms"] for kernel in kernels), 4),
-            "kernels": kernels[:MOST_KERNELS],
-        }
-    )
+    busy_ms = sum(kernel["ms"] for kernel in kernels)
+    figures = {"step_ms": significant(step_ms, 4), "busy_ms": significant(busy_ms, 4)}
+    figures["kernels"] = kernels[:MOST_KERNELS]
+    args.keep({"part": "profile", "size": size, "compile": args.compile, **figures})
 
 
 PARTS = {

@@ -175,15 +175,10 @@ def shape_of(settings: config.Config, model: TransformerConfig, step: Step) -> s
         # rounded, for few shapes in a curriculum
         longest = 1 << (step.window.limits.max_piece_len - 1).bit_length()
         shape += f" in pieces up to {longest}, {settings.pack.max_per_row or 'many'} a row"
-    return ", ".join(
-        [
-            f"kind {model.kind}",
-            *(f"{name} {value}" for name, value in asdict(model).items() if value != usual[name]),
-            f"{settings.optim.optimizer} on {blocks} blocks",
-            shape,
-            "seen " + " ".join(f"{len([*same])}x{tokens}" for tokens, same in groupby(seen)),
-        ]
-    )
+    unusual = [f"{name} {value}" for name, value in asdict(model).items() if value != usual[name]]
+    optimizer = f"{settings.optim.optimizer} on {blocks} blocks"
+    layers = " ".join(f"{len([*same])}x{tokens}" for tokens, same in groupby(seen))
+    return ", ".join([f"kind {model.kind}", *unusual, optimizer, shape, f"seen {layers}"])
 
 
 def run(arm: Arm, stores: dict[str, Path], device: str) -> dict:
@@ -306,13 +301,13 @@ def points_of(
         seeds = [*alike]
         shapes = seeds[0]["shapes"]  # empty on a GPU
         if shapes.keys() <= units.keys():
-            seconds = unit_seconds * sum(count * units[shape] for shape, count in shapes.items())
-            own = statistics.median(record["train_seconds"] for record in seeds)
+            took = unit_seconds * sum(count * units[shape] for shape, count in shapes.items())
+            seconds = took or statistics.median(record["train_seconds"] for record in seeds)
             losses = [record["val_bpb"] for record in seeds]
             plain, real = arm_of(seeds[0]).is_plain, seeds[0]["real_tokens"]
-            cost = seconds or own if fixed == "seconds" else real
+            cost = seconds if fixed == "seconds" else real
             machines = frozenset(timed_on[name].partition(", 2 cores")[0] for name in shapes)
-            points.append(Point(flags, plain, cost, losses, seconds or own, real, machines))
+            points.append(Point(flags, plain, cost, losses, seconds, real, machines))
     return sorted(points, key=attrgetter("cost", "loss"))
 
 
@@ -376,10 +371,8 @@ def table(args: argparse.Namespace) -> str:
         return f"{' '.join(about)}\n\n{text}"
     some = [p for p in points if len(p.losses) >= args.least_seeds]
     chosen = [p for p in some if re.search(args.match, p.flags)]
-    sides = [
-        sum(len(p.losses) for p in points if p.plain == is_plain) for is_plain in (True, False)
-    ]
-    about.append("Tuned with {} plain runs and {} with techniques.".format(*sides))
+    runs = Counter(p.plain for p in points for _ in p.losses)
+    about.append(f"Tuned with {runs[True]} plain runs and {runs[False]} with techniques.")
     return f"{' '.join(about)}\n\n{runs_table(chosen, points, args.fixed)}"
 
 

@@ -40,16 +40,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from measure import (
-    command_line,
-    in_turns,
-    pick,
-    product_rate,
-    quartiles,
-    ratios,
-    recorder,
-    timed,
-)
+from measure import command_line, in_turns, pick, product_rate, quartiles, ratios, recorder, timed
 from step import CASES, Variant, steps_of
 from torch import Tensor
 

@@ -154,18 +154,11 @@ def model_of(settings: config.Config, vocab_size: int, exact_gelu: bool = False)
     return model
 
 
-def trainer_of(
-    settings: config.Config, model: Transformer, device: str, state: dict | None = None
-) -> Trainer:
+def trainer_of(settings: config.Config, model: Transformer, device: str) -> Trainer:
     """Assemble a model as train.py does; one micro-batch unless --micro-batch-size is set."""
-    return assemble(
-        settings,
-        model=model,
-        runtime=runtime.start(device, "auto"),
-        micro_batch=settings.optim.micro_batch_size
-        or settings.optim.batch_tokens // settings.data.seq_len,
-        state=state,
-    )
+    optim, here = settings.optim, runtime.start(device, "auto")
+    rows = optim.micro_batch_size or optim.batch_tokens // settings.data.seq_len
+    return assemble(settings, model=model, runtime=here, micro_batch=rows)
 
 
 def build_ours(case: Case, variant: Variant, device: str, flags: str = "") -> Callable:
@@ -225,10 +218,7 @@ def predicted(case: Case, variant: Variant, device: str, flags: str = "") -> Pre
 
 
 def summarise(
-    results: dict[str, list[Measurement]],
-    case: Case,
-    variants: dict[str, Variant],
-    known: dict[str, Predicted],
+    results: dict[str, list[Measurement]], case: Case, known: dict[str, Predicted]
 ) -> dict[str, dict]:
     """Return quartiles of milliseconds and of the ratio to a reference; on a GPU also memory."""
     figures = {}
@@ -239,7 +229,7 @@ def summarise(
             "gflop": round(known[name].flops / 1e9, 2),
             "real_tokens": round(known[name].real_tokens, 1),
         }
-        reference = variants[name].to
+        reference = VARIANTS[name].to
         if reference in results:
             others = [turn.seconds for turn in results[reference]]
             figure |= {"ratio": quartiles(ratios(seconds, others)), "to": reference}
@@ -256,29 +246,6 @@ def summarise(
                 rest = known[name].seen_share * (plain.peak_bytes - plain.resident_bytes)
                 figure["predicted_peak_gb"] = significant((plain.resident_bytes + rest) / 1e9, 4)
     return figures
-
-
-def compare(
-    jobs: dict[str, tuple],
-    size: str,
-    case: Case,
-    device: str,
-    variants: dict[str, Variant],
-    keep: Callable[[dict], None],
-    *,
-    flags: str = "",
-) -> None:
-    """Time the steps of all jobs, and pass each variant's figures to `keep` when it is done.
-
-    Args: jobs  name -> (build, *arguments), as for measure.take_turns
-          size  the name of `case`, for the record
-          flags that all variants have
-    """
-    known = {name: predicted(case, variants[name], device, flags) for name in jobs}
-    for new, results in take_turns(jobs, case.turns, device):
-        figures = summarise(results, case, variants, known)
-        steps = {name: figures[name] for name in new}
-        keep({"size": size, **case._asdict(), "steps": steps})
 
 
 def main() -> None:
@@ -310,7 +277,11 @@ def main() -> None:
         if args.nanogpt:
             check_same_function(args.nanogpt, case)
             jobs[THEIRS] = (build_theirs, args.nanogpt, case, device, args.compile)
-        compare(jobs, size, case, device, VARIANTS, keep, flags=flags)
+        known = {name: predicted(case, VARIANTS[name], device, flags) for name in jobs}
+        for new, results in take_turns(jobs, case.turns, device):
+            figures = summarise(results, case, known)
+            steps = {name: figures[name] for name in new}  # whose turns are done
+            keep({"size": size, **case._asdict(), "steps": steps})
 
 
 if __name__ == "__main__":

@@ -42,13 +42,13 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 train.SAMPLE_TOKENS = 3  # a sample of the default length takes half the time of a tiny run
 
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 TINY = ROOT / "corpus" / "pd-tiny.jsonl.gz"
+BYTES = get_encoding("bytes")
 
-SMALL = (
-    "--tokenizer bytes --layers 4 --heads 2 --width 32 --seq-len 32 --batch-tokens 256"
-    " --tokens 4096 --eval-every 2048 --eval-tokens 500 --final-eval-tokens 1000"
-    " --checkpoint-every 1024 --device cpu"
-)
+SMALL = "--tokenizer bytes --layers 4 --heads 2 --width 32 --seq-len 32 --batch-tokens 256"
+SMALL += " --tokens 4096 --eval-every 2048 --eval-tokens 500 --final-eval-tokens 1000"
+SMALL += " --checkpoint-every 1024 --device cpu"
 ALL_ON = "--curriculum seqlen,rarity --curriculum-start 8,1 --ltd --ltd-start 16 --pack"
 
 
@@ -70,7 +70,7 @@ def destroy_process_group():
 def store_dir(tmp_path_factory):
     """The store of the small corpus, tokenized as bytes: 481 documents, 27 of them held out."""
     out = tmp_path_factory.mktemp("store") / "tiny"
-    prepare([TINY], out, get_encoding("bytes"))
+    prepare([TINY], out, BYTES)
     return out
 
 

@@ -5,13 +5,20 @@ of a block that differs from the default one in everything.
 import torch
 from torch import Tensor
 
-from bert import Bert, BertBatch
+from bert import Bert, BertBatch, BertConfig
 from kernels.cross_entropy import IGNORE
 from kernels.rotary import Rotary, Scaling
-from model import Batch, BlockRunner, Transformer
+from model import Batch, BlockRunner, Transformer, TransformerConfig
 
 LLAMA = {"pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "kv_heads": 1}
 LLAMA |= {"qk_norm": True, "rotary": Rotary(500.0, Scaling(4.0, 1.0, 2.0, 16.0)), "tied": False}
+
+
+def small_model(kind: str = "gpt", blocks: int = 4, seed: int = 0, **more) -> Transformer:
+    """Return a model with its initial weights."""
+    torch.manual_seed(seed)
+    config = BertConfig if kind == "bert" else TransformerConfig
+    return config(blocks, 2, 16, 32, 24, 40, **more).build()
 
 
 def plain_rows(tokens: Tensor) -> Batch:

@@ -106,9 +106,8 @@ def test_no_import_cycle():
     """Imports inside functions and for type checkers count too, because a reader of one file still
     has to read the other.
     """
-    imported = {
-        module: {item.module for item in imports_of(source)} for module, source in product().items()
-    }
+    sources = product().items()
+    imported = {module: {item.module for item in imports_of(text)} for module, text in sources}
     TopologicalSorter(imported).prepare()  # raises an error that names the modules of a cycle
 
 

@@ -5,12 +5,12 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from conftest import BYTES
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from small_stores import BYTES_END as END
 from small_stores import TOY, in_memory
 from test_data import FEW, columns_of, drawn_rows, rows_of, width_of
-from test_plan import BYTES
 
 import bert
 from bert import PAIR, BertTask, SpecialIds, answers_of, masked_tokens, sentence_pairs

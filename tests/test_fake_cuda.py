@@ -14,11 +14,9 @@ import pytest
 
 from tests import fake_cuda
 
-SMALL = (
-    "--tokenizer bytes --layers 3 --heads 1 --width 32 --seq-len 16 --batch-tokens 32"
-    " --micro-batch-size 1 --tokens 64 --lr 1e-3"
-    " --eval-every 0 --final-eval-tokens 16 --compile off"
-)
+SMALL = "--tokenizer bytes --layers 3 --heads 1 --width 32 --seq-len 16 --batch-tokens 32"
+SMALL += " --micro-batch-size 1 --tokens 64 --lr 1e-3"
+SMALL += " --eval-every 0 --final-eval-tokens 16 --compile off"
 IN_FP32 = "--dtype fp32 --optimizer adamw"  # which do not amplify rounding
 # Shorten the sample; Triton's interpreter is faster with small blocks.
 SHORT = {

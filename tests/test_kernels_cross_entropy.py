@@ -12,14 +12,13 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import needs_triton
+from conftest import DEVICES, needs_triton
 
 from kernels import cross_entropy
 from kernels.cross_entropy import IGNORE, chosen_impl, linear_cross_entropy, token_losses
 
 V, C = 29, 6
 FEW = 7
-DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 
 
 @pytest.fixture(params=["chunked", "triton"])
@@ -83,9 +82,7 @@ def place(dtype: torch.dtype, device: str, x, weight, bias, targets, target_weig
     return [*leaves, targets.to(device), target_weights]
 
 
-def loss_and_gradients(
-    impl: str, x, weight, bias, targets, target_weights=None
-) -> list[torch.Tensor]:
+def loss_and_gradients(impl: str, x, weight, bias, targets, target_weights=None) -> list:
     """Return the loss, and the gradients of 0.37 times the loss."""
     leaves = [leaf for leaf in (x, weight, bias) if leaf is not None]
     loss = linear_cross_entropy(x, weight, bias, targets, impl, target_weights)

@@ -8,19 +8,18 @@ to.
     python -m pytest -n 0 tests/test_kernels_token_drop.py
 """
 
-import importlib.util
 import itertools
+import runpy
 from functools import partial
 
 import pytest
 import torch
-from conftest import needs_triton, refusal, why_no_triton
+from conftest import DEVICES, needs_triton, refusal, why_no_triton
 
 from kernels import attention_tiles, cross_entropy, token_drop, triton_here
 from kernels.token_drop import merge, reference_gather, reference_scatter, split
 
 assert_bitwise = partial(torch.testing.assert_close, rtol=0, atol=0)
-DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SMALL = (2, 63, 6, 20)  # B, T, C, K
 SHAPES = (  # several programs of a kernel, also side by side; keep all, all but one, or one
@@ -169,10 +168,7 @@ def test_kept_positions_that_do_not_fit_are_refused(impl, device):
 @pytest.mark.parametrize("kernels", [attention_tiles, cross_entropy, token_drop])
 def test_without_triton_files_of_kernels_import_and_triton_is_refused(monkeypatch, kernels):
     monkeypatch.setattr(triton_here, "triton", None)
-    spec = importlib.util.spec_from_file_location("without_triton", kernels.__file__)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.triton is None
+    assert runpy.run_path(kernels.__file__)["triton"] is None
     message = refusal(triton_here.check_impl, "triton", token_drop.IMPLS, "cuda")
     assert "Triton is not installed here, choose another" in message
 

@@ -1,6 +1,5 @@
 """The code of docs/library.md runs, packs without leaks, and drops the tokens train.py drops."""
 
-import re
 import sys
 import types
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from conftest import build, widen
 from small_batches import loss_of, plain_rows
-from test_readme import read
+from test_technique import blocks
 from torch import nn
 
 import config
@@ -16,8 +15,7 @@ import ltd
 from model import Batch, TokenMeta, Transformer
 from support.clock import StepContext
 
-PAGE = read("docs/library.md")
-CODE = dict(re.findall(r"^```python (\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+CODE = dict(blocks("python", "library"))
 
 
 @pytest.fixture

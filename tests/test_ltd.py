@@ -5,19 +5,11 @@ import torch
 from conftest import build
 from hypothesis import given
 from hypothesis import strategies as st
-from small_batches import batch, loss_of
+from small_batches import batch, loss_of, small_model
 
 import ltd
-from bert import BertConfig
-from model import TransformerConfig, run_plain
+from model import run_plain
 from support.clock import StepContext, effective_tokens
-
-
-def small(pos="rope", kind="gpt"):
-    torch.manual_seed(0)
-    config = BertConfig if kind == "bert" else TransformerConfig
-    return config(4, 2, 16, 32, 24, 40, pos=pos).build()
-
 
 CONTEXT = StepContext(seed=7, step=3, progress=0.0, seq_len=24, layers=4)
 
@@ -75,7 +67,7 @@ def test_draws_are_uniform_and_independent_between_layers_rows_and_steps():
 
 @pytest.mark.parametrize("packed, kind, pos", [(0, "gpt", "rope"), (1, "bert", "learned")])
 def test_keeping_all_tokens_equals_the_plain_model_bitwise(packed, kind, pos):
-    model, inputs = small(pos, kind), batch(packed)
+    model, inputs = small_model(kind, pos=pos), batch(packed)
     whole, result = torch.arange(24).expand(3, -1), []
     for run_block in (run_plain, ltd.drop_tokens({1: whole, 2: whole}, run_plain)):
         loss = loss_of(model, inputs, run_block)
@@ -97,7 +89,7 @@ def test_the_flags_choose_the_layers_that_drop_tokens(flags, tokens):
         return block(x, meta)
 
     run_block = ltd.wrap_block(spy, settings, CONTEXT, torch.arange(3), inputs)
-    small()(*inputs.inputs, run_block=run_block)
+    small_model(pos="rope")(*inputs.inputs, run_block=run_block)
     assert [seen[layer] for layer in range(4)] == tokens
     assert ltd.tokens_by_layer(settings, CONTEXT, 4 * [24]) == tokens, "the clock counts this"
     short = ltd.tokens_by_layer(settings, CONTEXT, 4 * [9])
@@ -125,9 +117,8 @@ def test_schedules_equal_worked_examples():
 )
 def test_schedules_stay_in_range_and_never_fall(start, more, over, times, kind, multiple):
     end = start + more
-    first, second, last = (
-        ltd.kept_tokens(t, over, start, end, kind, multiple) for t in (*times, over)
-    )
+    moments = (*times, over)
+    first, second, last = (ltd.kept_tokens(t, over, start, end, kind, multiple) for t in moments)
     assert start <= first <= second <= last == end
     assert (first - start) % multiple == 0 or first == end
 

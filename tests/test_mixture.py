@@ -9,21 +9,20 @@ from functools import partial
 
 import numpy as np
 import pytest
-import torch
-from conftest import TINY, at_step, metrics, read_log, refusal, terminate
+from conftest import BYTES, TINY, at_step, metrics, read_log, refusal, terminate
 from hypothesis import given
 from hypothesis import strategies as st
 from small_stores import ONE as ALONE
 from small_stores import write_store
 from test_data import FEW, rows_of
-from test_plan import BYTES, assert_is_forecast, check_steps_follow_from_the_clock, plan
+from test_evaluate import Even, evaluation_of
+from test_plan import assert_is_forecast, check_steps_follow_from_the_clock, plan
 
 import train
-from data import KINDS, Data, GptTask, collate, open_samples
-from evaluate import DocumentScores, Evaluation
+from data import KINDS, collate, open_samples
+from evaluate import DocumentScores
 from mixture import ONE, apportioned, entries_of, nested_shares, open_store
 from prepare import prepare
-from support.tokenizer import byte_lengths
 
 pytestmark = pytest.mark.usefixtures("no_sample_or_report")
 SMALLER = "--layers 1 --width 16 --heads 1 --tokens 2048 --checkpoint-every 512"
@@ -194,18 +193,11 @@ def test_a_run_resumes_exactly_after_its_stores_have_moved(run, stores, tmp_path
 # ---- evaluation
 
 
-class ByByte(torch.nn.Module):
+class ByByte(Even):
     """A model whose loss depends on the byte, so that texts differ in bits per byte."""
-
-    def forward(self, tokens, positions, doc_ids):
-        return tokens
 
     def losses(self, x, batch):
         return (batch.targets % 7 + 1).double() * (batch.targets >= 0)
-
-
-def evaluation_of(store, tokens=None):
-    return Evaluation(Data(BYTES, store, byte_lengths(BYTES)), GptTask(), 64, tokens)
 
 
 def test_a_mixtures_score_is_the_weighted_mean_of_its_stores(stores):

@@ -18,7 +18,7 @@ import torch
 from conftest import ALL_ON, SMALL, build, metrics, read_log, refusal, same, start_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from small_batches import LLAMA, batch, loss_of, plain_rows
+from small_batches import LLAMA, batch, loss_of, plain_rows, small_model
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -27,7 +27,6 @@ import config
 import offload
 import pseudo
 import train
-from bert import BertConfig
 from model import Transformer, TransformerConfig, run_plain, run_recomputed
 from offload import Level, Link, Offload, OffloadConfig, Part, Placement, Slot, place
 from support.optim import Optimizers
@@ -49,10 +48,8 @@ MIXTURES = {
 }
 
 
-def small(kind="gpt", pos="learned", shared=False, blocks=4, **more):
-    torch.manual_seed(0)
-    config = BertConfig if kind == "bert" else TransformerConfig
-    model = config(blocks, 2, 16, 32, 24, 40, **{"pos": pos, **more}).build()
+def small(shared=False, **more):
+    model = small_model(**more)
     if shared:
         model.h[-1] = model.h[0]
     return model
@@ -186,18 +183,16 @@ def test_placements_fit_the_budget_and_offload_in_order(parts, share, more):
 
 
 def test_a_budget_gives_the_placement_and_too_little_host_memory_a_warning(monkeypatch):
-    with torch.device("meta"):
-        model = Transformer(TransformerConfig(4, 2, 64, 2048, 24, 40))
+    model = empty_model(TransformerConfig(4, 2, 64, 2048, 24, 40))
     here = Runtime(0, 1, torch.device("cpu"), torch.float32, "", 24 * 10**6)
 
-    placed, auto, whole = (
-        offload.placement_for(OffloadConfig(True, budget), model, here, muon=True)
-        for budget in ("12MB", "auto", "1GiB")
-    )
+    def placement(budget):
+        return offload.placement_for(OffloadConfig(True, budget), model, here, muon=True)
+
+    placed, auto, whole = map(placement, ("12MB", "auto", "1GiB"))
     assert any(levels_of(placed)) and auto == placed, "half of the free memory"
     monkeypatch.setattr(Runtime, "gather", lambda self, value: [None, value, value - 2])
-    of_ranks = offload.placement_for(OffloadConfig(True, "auto"), model, here, muon=True)
-    assert of_ranks.budget == 12 * 10**6 - 1, "half of what the rank with the least has"
+    assert placement("auto").budget == 12 * 10**6 - 1, "half of what the rank with the least has"
     assert not any(levels_of(whole))
     needed = placed.host_bytes()
     assert "WARNING" not in offload.in_words(placed, needed)
@@ -398,9 +393,10 @@ def on_streams(monkeypatch, mixture, dtype=FP32):
     return run
 
 
-@pytest.mark.parametrize(
-    ("mixture", "dtype"), [("mixed", FP32), ("all that can", FP32), ("weights", BF16)]
-)
+ON_STREAMS = [("mixed", FP32), ("all that can", FP32), ("weights", BF16)]
+
+
+@pytest.mark.parametrize(("mixture", "dtype"), ON_STREAMS)
 def test_streams_do_not_race_and_results_equal_the_plain_run(mixture, dtype, monkeypatch):
     """In bf16, the weights on the device equal autocast's copies of fp32 weights, and sums over
     micro-batches are fp32 in both runs.

@@ -12,12 +12,11 @@ import torch.distributed as dist
 from conftest import start_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from small_batches import loss_of, plain_rows
+from small_batches import loss_of, plain_rows, small_model
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from model import Transformer, TransformerConfig
 from support import optim
 from support.clock import Clock
 from support.optim import Optimizers, learning_rate, lr_at, orthogonalise
@@ -54,8 +53,7 @@ def test_learning_rates_stay_in_range_and_fall_after_warmup(t, schedule, floor):
 
 
 def model(gradient=None):
-    torch.manual_seed(0)
-    built = Transformer(TransformerConfig(3, 2, 16, 32, 8, 40))
+    built = small_model(blocks=3)
     for parameter in built.parameters():
         parameter.grad = None if gradient is None else torch.full_like(parameter, gradient)
     return built

@@ -5,13 +5,12 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from conftest import refusal
+from conftest import build, refusal
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from small_stores import write_store
 from test_plan import plan
 
-import config
 import packing
 from packing import fill, histogram, main, number_that_fill, pack, pack_lengths, patterns_that_fill
 from support.clock import Clock
@@ -159,10 +158,10 @@ def test_documents_that_do_not_fit_a_row_are_refused():
 
 @needs_scipy
 def test_least_squares_with_too_many_patterns_is_refused():
-    in_training = ["--pack", "--pack-packer", "nnlshp"]
-    message = refusal(config.build, config.parse(in_training))
-    assert message == "--pack-max-per-row 2048: nnlshp has over 10,000 patterns"
-    assert config.build(config.parse([*in_training, "--pack-max-per-row", "2"])).pack.on
+    in_training = "--pack --pack-packer nnlshp"
+    too_many = "--pack-max-per-row 2048: nnlshp has over 10,000 patterns"
+    assert refusal(build, in_training) == too_many
+    assert build(f"{in_training} --pack-max-per-row 2").pack.on
     assert "over 100,000 patterns" in refusal(pack_lengths, [1], 512, "nnlshp", 4)
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, first_steps, refusal
+from conftest import BYTES, SMALL, build, first_steps, refusal
 from small_stores import in_memory
 
 import config
@@ -18,9 +18,6 @@ from plan import Plan, draw_samples
 from support.clock import Clock, Cursor
 from support.runtime import Runtime
 from support.store import Store
-from support.tokenizer import get_encoding
-
-BYTES = get_encoding("bytes")
 
 
 class Isolated(Runtime):
@@ -34,7 +31,7 @@ class Isolated(Runtime):
 
 
 def plan(store, flags="", number=0, world=1):
-    settings = config.build(config.parse(f"{SMALL} {flags}".split()))
+    settings = build(f"{SMALL} {flags}")
     runtime = Isolated(number, world, torch.device("cpu"), torch.float32, "")
     task, model = config.task_of(settings, BYTES), config.transformer_config(settings, 320)
     return Plan(settings, store, task, runtime, model)
@@ -179,8 +176,7 @@ def test_a_step_counts_targets_padding_and_layer_tokens(store):
     real = int((step.batch.targets >= 0).sum())
     assert step.divisor == real == step.after.real_tokens == step.after.consumed_tokens
     assert p.columns(step)["padding_share"] == pytest.approx(1 - real / 256, abs=1e-6)
-    assert step.after.positions == 256
-    assert step.after.layer_tokens == 4 * 256
+    assert (step.after.positions, step.after.layer_tokens) == (256, 4 * 256)
 
     step = plan(store, "--ltd --ltd-start 16")(Clock())
     assert min(step.tokens_by_layer) == 16 and step.after.real_tokens == 256

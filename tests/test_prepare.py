@@ -18,7 +18,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from conftest import TINY, kill_at, names, refusal, terminate, write_lines
+from conftest import BYTES, TINY, kill_at, names, refusal, terminate, write_lines
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,7 +30,6 @@ from support.store import Store
 
 MIX = ROOT / "corpus" / "pd-mix.jsonl.gz"
 PD4K = tokenizer.get_encoding()
-BYTES = tokenizer.get_encoding("bytes")
 
 
 def read(*paths, **options) -> list[str]:
@@ -196,6 +195,8 @@ def test_splitting_blocks_equals_splitting_the_whole_text(text, mark, size):
 
 # --- held out by hash, or by position: the tail
 
+LINES = "".join(f"line {number}\n" for number in range(1000))
+
 
 def test_documents_without_an_id_are_held_out_by_the_hash_of_their_text(tmp_path):
     # crc32("a") = 3904355907, "b" 1908338681 and "c" 112844655 are odd, "d" 2564639436 is even.
@@ -212,24 +213,22 @@ def test_a_repeated_text_is_on_the_side_of_its_first_document(tmp_path):
     assert make(file, tmp_path / "store").meta["repeats"] == 2
     folder = tmp_path / "copies"
     folder.mkdir()
-    text = "".join(f"line {number}\n" for number in range(1000))
     for name in ("a.txt", "b.txt", "c.txt"):
-        (folder / name).write_text(text)
+        (folder / name).write_text(LINES)
     training, held_out = sides(folder)
     assert training == training[:1] * 3 and held_out == held_out[:1] * 3
-    assert training[0] + held_out[0] == text and len(text) / 25 < len(held_out[0]) < len(text) / 15
+    assert training[0] + held_out[0] == LINES and 1 / 25 < len(held_out[0]) / len(LINES) < 1 / 15
 
 
 def test_of_a_single_text_the_end_is_held_out_from_a_line_on(tmp_path):
     """Also if the hash of its name would hold it out completely, as of one name in 20."""
-    text = "".join(f"line {number}\n" for number in range(1000))
     path = tmp_path / next(f"{i}.txt" for i in range(999) if zlib.crc32(b"%d.txt" % i) % 20 == 0)
-    path.write_text(text)
+    path.write_text(LINES)
     (training,), (held_out,) = sides(path)
-    assert training + held_out == text
+    assert training + held_out == LINES
     assert training.endswith("\n") and held_out.startswith("line ")
-    assert len(held_out) == pytest.approx(len(text) / 20, abs=12)
-    assert sides(path, 0) == ([text], []) and sides(path, 1) == ([], [text])
+    assert len(held_out) == pytest.approx(len(LINES) / 20, abs=12)
+    assert sides(path, 0) == ([LINES], []) and sides(path, 1) == ([], [LINES])
 
 
 @given(st.lists(st.text("ab \n", max_size=40), max_size=6, unique=True), st.integers(2, 30))

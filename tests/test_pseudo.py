@@ -11,14 +11,13 @@ import torch
 from conftest import ALL_ON, at_step, losses_of, metrics, read_log, refusal
 from hypothesis import given
 from hypothesis import strategies as st
-from small_batches import loss_of, plain_rows
+from small_batches import loss_of, plain_rows, small_model
 
 import config
 import evaluate
 import pseudo
 import sample
 import train
-from model import Transformer, TransformerConfig
 from pseudo import ABSENT, average, hand_over, origin, owners_at, stage
 from support.optim import Optimizers
 from support.weights import initial_model
@@ -84,10 +83,7 @@ def test_impossible_stages_are_refused():
 
 
 def model_of(owners, seed=0):
-    torch.manual_seed(seed)
-    model = Transformer(TransformerConfig(len(owners), 2, 16, 32, 8, 40))
-    pseudo.share_weights(model, owners)
-    return model
+    return pseudo.share_weights(small_model(blocks=len(owners), seed=seed), owners)
 
 
 def a_step(model, optimizers, owners, seed):

@@ -94,9 +94,7 @@ def test_the_log_is_not_written_through_a_link(folder, tmp_path):
     resume_fails(folder, r"log\.jsonl is a link: replace it with the file")
 
 
-def test_if_the_last_checkpoint_is_damaged_a_run_resumes_from_the_one_before(
-    folder, made, monkeypatch, capsys
-):
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(folder, made, monkeypatch, capsys):
     monkeypatch.setattr("support.run.commit", lambda: "another")
     newest = checkpoint.find(folder, "last")
     os.truncate(newest, 1000)
@@ -107,9 +105,7 @@ def test_if_the_last_checkpoint_is_damaged_a_run_resumes_from_the_one_before(
     assert newest.exists() and metrics(read_log(folder)) == made[1]
 
 
-def test_resuming_from_the_best_sets_later_checkpoints_aside(
-    store_dir, tmp_path, monkeypatch, capsys
-):
+def test_resuming_from_the_best_sets_later_ones_aside(store_dir, tmp_path, monkeypatch, capsys):
     """Otherwise `last` could be a checkpoint of the abandoned continuation."""
     folder, scores = tmp_path / "run", iter((3.0, 2.0, 4.0, 5.0, 6.0, 4.0, 5.0, 6.0))
     record = Run.record_evaluation

@@ -171,7 +171,7 @@ def test_ranks_communicate_by_nccl_on_gpus_and_by_gloo_on_the_host(gpu, monkeypa
 
 
 def test_ranks_that_never_meet_end_with_one_line_after_a_minute(monkeypatch):
-    asked = {}
+    asked, says = {}, r"^error: rank 1 .* all 2 ranks .*: 1/2 clients joined$"
 
     def rendezvous(url, **options):
         asked.update(options)
@@ -181,9 +181,7 @@ def test_ranks_that_never_meet_end_with_one_line_after_a_minute(monkeypatch):
     for address, seconds in (("127.0.0.1", 60), ("node-7", 300)):
         for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": address}.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(
-            SystemExit, match=r"^error: rank 1 .* all 2 ranks .*: 1/2 clients joined$"
-        ):
+        with pytest.raises(SystemExit, match=says):
             start("cpu", "fp32")
         assert asked["timeout"].seconds == seconds
 
@@ -221,11 +219,9 @@ def test_the_exit_status_and_message_follow_from_how_main_ends(does, status, sai
 def test_misspelled_flags_get_a_suggestion():
     parser = process.Parser()
     parser.add_argument("--curriculum", choices=["124M", "350M"])
-    for line, meant in (
-        ("--curiculum x", "--curriculum"),
-        ("--curriculum 124m", "--curriculum 124M"),
-    ):
-        assert f"did you mean {meant}?" in refusal(parser.parse_args, line.split())
+    meant = {"--curiculum x": "--curriculum", "--curriculum 124m": "--curriculum 124M"}
+    for line, suggested in meant.items():
+        assert f"did you mean {suggested}?" in refusal(parser.parse_args, line.split())
     assert "see --help" in refusal(parser.parse_args, ["--loudness"])
 
 
@@ -500,9 +496,8 @@ def check_resuming(runtime: Runtime, folder: Path) -> None:
     moments = state["optimizers"]["state"]["wte.weight"].values()
     for tensor in (t for t in (*state["model"].values(), *moments) if t.ndim):
         most = -(-len(tensor) // runtime.world_size) * tensor[0].nbytes
-        assert fsdp.local_rows(tensor).untyped_storage().nbytes() <= most, (
-            "it holds more than its rows"
-        )
+        held = fsdp.local_rows(tensor).untyped_storage().nbytes()
+        assert held <= most, "it holds more than its rows"
     for trained, loaded in ((ours, state), (Trained(gpt_with_shared_block()), saved)):
         trained.model.load_state_dict(loaded["model"])
         trained.optimizers.load_state_dict(loaded["optimizers"])
@@ -513,12 +508,9 @@ def check_errors(runtime: Runtime) -> None:
     """An error that is no user's mistake ends every rank, and keeps its kind where it happened."""
     for failing, act in ((0, runtime.on_rank0), (1, runtime.on_all_ranks)):
         fails = runtime.rank == failing
-        ends = (
-            (KeyError, "loss")
-            if fails
-            else (ValueError, f"rank {failing} failed: KeyError: 'loss'")
-        )
-        with pytest.raises(ends[0], match=ends[1]):
+        kind = KeyError if fails else ValueError
+        says = "loss" if fails else f"rank {failing} failed: KeyError: 'loss'"
+        with pytest.raises(kind, match=says):
             act(lambda fails=fails: {}["loss"] if fails else None)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL, TINY, refusal, widen
+from conftest import BYTES, SMALL, TINY, refusal, widen
 
 import evaluate
 import prepare
@@ -14,7 +14,6 @@ from model import Transformer, TransformerConfig
 from offload import Level, Offload, Placement, parts_of
 from support.tokenizer import get_encoding
 
-BYTES = get_encoding("bytes")
 ROW = 8  # positions of the model
 
 

@@ -194,9 +194,7 @@ def test_a_dry_run_writes_nothing(store_dir, tmp_path, monkeypatch, capsys):
     assert "(5.86 epochs); beyond 4 epochs, text teaches less each time" in capsys.readouterr().out
 
 
-def test_a_dry_run_tells_the_rate_the_memory_of_each_stage_and_what_comes_afterwards(
-    store_dir, capsys
-):
+def test_a_dry_run_tells_rates_memory_of_each_stage_and_what_comes_after(store_dir, capsys):
     """nanoGPT's --min-lr is a rate, ours a share; a budget below a step never reaches --lr."""
 
     def line(name, flags):

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import regex
 import tiktoken
-from conftest import TINY, kill_at, names, refusal
+from conftest import BYTES, TINY, kill_at, names, refusal
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from small_stores import END, write_store
@@ -29,7 +29,6 @@ from support.store import Store, atomic_folder, atomic_write, folder_lock
 
 SPECIAL = ["<|endoftext|>", "[PAD]", "[CLS]", "[SEP]", "[MASK]"]
 PD4K = tokenizer.get_encoding()
-BYTES = tokenizer.get_encoding("bytes")
 PD4K_RANKS = {PD4K.decode_single_token_bytes(rank): rank for rank in range(PD4K.eot_token)}
 with TemporaryDirectory() as folder:  # Llama 3's pattern and special tokens, with few ranks
     write_ranks(Path(folder) / "tokenizer.model", {**PD4K_RANKS, b".\n": 4096})

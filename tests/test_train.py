@@ -20,12 +20,10 @@ from support import checkpoint
 from support.numbers import short
 from support.process import ROOT
 
-LINE = (
-    "step consumed_tokens real_tokens layer_tokens loss lr max_piece_len kept_tokens padding_share"
-    " pieces ms data_ms difficulty_seqlen difficulty_rarity pool"
-)
+LINE = "step consumed_tokens real_tokens layer_tokens loss lr max_piece_len kept_tokens"
+LINE += " padding_share pieces ms data_ms difficulty_seqlen difficulty_rarity pool"
 BY_DOCUMENTS = "--pack-batch documents"
-SHORT = "--tokens 1024 --eval-every 0 --checkpoint-every 0"  # four steps
+SHORT = "--tokens 1024 --eval-every 0 --checkpoint-every 0"  # four steps, unless --tokens follows
 LLAMA = "--block llama --kv-heads 1 --qk-norm --no-tied"
 
 
@@ -69,15 +67,12 @@ def test_without_a_terminal_a_run_prints_a_line_when_it_is_due(run, monkeypatch,
     assert re.search(line, capsys.readouterr().out, re.M)
 
 
-NO_COMPILER = (
-    "import sys, train; train.main(sys.argv[1:]); assert 'torch._dynamo' not in sys.modules"
-)
-
-
 def test_a_run_that_compiles_nothing_does_not_import_the_compiler(store_dir, tmp_path):
     """The import takes one to two seconds."""
     argv = flags_for(store_dir, tmp_path / "run", f"{SHORT} --layers 1")
-    subprocess.run([sys.executable, "-c", NO_COMPILER, *argv], cwd=ROOT, check=True)
+    code = "import sys, train; train.main(sys.argv[1:])"
+    code += "; assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code, *argv], cwd=ROOT, check=True)
 
 
 def test_a_run_learns(log_of):
@@ -108,9 +103,7 @@ def test_off_is_absent(run, log_of, monkeypatch):
 NEUTRAL = "--ltd --ltd-start 32 --curriculum seqlen,rarity --curriculum-start 32,100 --pseudo"
 
 
-@pytest.mark.parametrize(
-    ("base", "unit"), [("", "--pseudo-group 4"), (" --pack", "--pseudo-layers 4")]
-)
+@pytest.mark.parametrize("base, unit", [("", "--pseudo-group 4"), (" --pack", "--pseudo-layers 4")])
 def test_neutral_is_identity(run, log_of, base, unit):
     assert metrics(run(f"{SHORT}{base} {NEUTRAL} {unit}")) == metrics(log_of(f"{SHORT}{base}"))
 
@@ -136,7 +129,7 @@ def test_combinations_of_techniques_run(run, tmp_path, flags):
 
 
 # At the default learning rate, so small a model amplifies rounding errors by 30 in 20 steps.
-CURVE = f"{ALL_ON} --tokens 1500 --lr 1e-3 --eval-every 0 --checkpoint-every 0"
+CURVE = f"{ALL_ON} {SHORT} --tokens 1500 --lr 1e-3"
 # Two samples a step, whose pieces often fit in one row; then the second rank has no row.
 BLANK = "--pack-batch documents --model bert --seq-len 1024 --batch-tokens 2048 --tokens 3000"
 SHARED = "--pseudo --pseudo-group 2 --pseudo-until 0.5"
@@ -174,9 +167,7 @@ def test_two_ranks_have_the_losses_of_one_process(run, store_dir, tmp_path, log_
 
 
 # Documents one per row, or packed, in about six steps.
-DOCUMENTS = (
-    "--seq-len 512 --batch-tokens 2048 --tokens 10000 --lr 1e-3 --eval-every 0 --checkpoint-every 0"
-)
+DOCUMENTS = f"{SHORT} --seq-len 512 --batch-tokens 2048 --tokens 10000 --lr 1e-3"
 GPT = f"{DOCUMENTS} --loss-per document --pack"
 BERT = f"{DOCUMENTS} --model bert --nsp --pos rope"
 ALONE_AND_PACKED = [

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import FEW, metrics, names, read_log, refusal, same, widen
+from conftest import BYTES, FEW, metrics, names, read_log, refusal, same, widen
 
 import config
 import sample
@@ -29,11 +29,9 @@ from kernels.rotary import Scaling
 from model import Transformer, TransformerConfig
 from support import checkpoint, published, weights
 from support.published import GPT2_LAYOUT, load_into, published_views
-from support.tokenizer import get_encoding
 
 LAYERS, HEADS, C, SEQ_LEN, VOCAB = 2, 4, 16, 12, 50
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
-BYTES = get_encoding("bytes")
 pytestmark = pytest.mark.usefixtures("no_sample_or_report")
 
 
@@ -404,8 +402,7 @@ def test_nanogpts_file_loads_with_its_exact_gelu(bias, tmp_path):
     """Its matrices are (out, in), and the tied head is repeated; without biases they are zeros."""
     entries = gpt_file(prefix="")
     if not bias:
-        zeros = {n: torch.zeros_like(x) for n, x in entries.items() if n.endswith(".bias")}
-        entries |= zeros
+        entries |= {n: torch.zeros_like(x) for n, x in entries.items() if n.endswith(".bias")}
     held = {n: x for n, x in entries.items() if bias or not n.endswith(".bias")}
     turned = {n: x.T if n[:2] == "h." and x.dim() == 2 else x for n, x in held.items()}
     saved = {f"_orig_mod.transformer.{name}": value for name, value in turned.items()}
