@@ -42,7 +42,7 @@ from tqdm import tqdm
 import prepare
 from curriculum import LENGTHS, Ranking
 from data import ADDED_TOKENS, KINDS, Samples
-from support import process
+from support import numbers, process
 from support.runtime import Runtime, start
 from support.store import Store, atomic_folder, atomic_write, folder_lock, sha256_of, user_cache
 from support.tokenizer import get_encoding
@@ -347,7 +347,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("store", nargs="?", help="made by prepare.py (default: embedded corpus)")
     parser.add_argument("--metric", required=True, help=", ".join(METRICS))
     parser.add_argument("--samples", default="pieces", choices=KINDS, help=KINDS_HELP)
-    parser.add_argument("--seq-len", type=int, default=2048, help="tokens in a row")
+    parser.add_argument("--seq-len", type=numbers.count, default=2048, help="tokens in a row")
     parser.add_argument("--examples", action="store_true", help="print an easy and a hard sample")
     args = parser.parse_args(argv)
     names = args.metric.split(",")
@@ -359,7 +359,8 @@ def main(argv: list[str] | None = None) -> None:
     runtime = start("cpu", "fp32", timedelta(hours=12))  # others wait while rank 0 sorts
     if args.store is None:  # each machine prepares a copy
         runtime.on_each_machine(lambda: prepare.embedded_store("pd4k"))
-    store = Store.open(args.store or prepare.embedded_store("pd4k"))
+        args.store = prepare.embedded_store("pd4k")
+    store = Store.open(args.store)
     samples = Samples(store, args.samples, args.seq_len)
     folder = index_folder(samples)
     analyze(samples, names, folder, runtime)

@@ -38,6 +38,7 @@ from offload import OffloadConfig
 from packing import PackConfig
 from pseudo import PseudoConfig
 from support import settings as flags
+from support.process import Parser, exit_cleanly
 from support.run import Started, check_out, newest_run, started_with
 from support.settings import BLOCKS, SIZES, Flat, Settings, check_limits, flattened, settings_of
 from support.weights import with_settings_of_init
@@ -134,10 +135,9 @@ def shared_by_ranks(settings: Config) -> Flat:
 
     Paths may differ; what the files hold is compared when they are read.
     """
-    shared = flattened(settings)
-    for path in ("data.data", "data.tokenizer", "model.init", "run.out"):
-        del shared[path]
-    return {settings_of(Config)[name].flag or name: value for name, value in shared.items()}
+    known, paths = settings_of(Config), ("data.data", "data.tokenizer", "model.init", "run.out")
+    shared = {name: value for name, value in flattened(settings).items() if name not in paths}
+    return {known[name].flag or name: value for name, value in shared.items()}
 
 
 def samples_kind(settings: Config) -> str:
@@ -223,5 +223,10 @@ def check(settings: Config) -> None:
     transformer_config(settings, vocab_size=1)  # raises for heads that do not divide the width
 
 
-if __name__ == "__main__":
+def main() -> None:
+    Parser(prog="config.py", description="Print the table of all flags.").parse_args()
     print(flags.table_of(Config))
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)

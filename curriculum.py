@@ -257,13 +257,12 @@ def parse_metrics(config: CurriculumConfig, seq_len: int, packed: bool) -> dict[
     Raises: ValueError, naming the flag, for a setting that cannot work; whether a metric exists and
             suits the samples, analyze.check_metrics checks
     """
-    names, settings = config.metrics, ("start", "share", "pace", "by")
-    columns = [one_each(setting, getattr(config, setting), names) for setting in settings]
-    of_each = {}
-    for name, *values in zip(names, *columns, strict=True):
-        of_metric = CurriculumConfig(name, **dict(zip(settings, values, strict=True)))
-        of_each[name] = parse_metric(of_metric, seq_len, packed)
-    return of_each
+    names, parsed = config.metrics, {}
+    columns = {s: one_each(s, getattr(config, s), names) for s in ("start", "share", "pace", "by")}
+    for i, name in enumerate(names):
+        of_metric = {setting: column[i] for setting, column in columns.items()}
+        parsed[name] = parse_metric(CurriculumConfig(name, **of_metric), seq_len, packed)
+    return parsed
 
 
 def one_each(setting: str, text: str | None, names: list[str]) -> list[str | None]:

@@ -60,7 +60,7 @@ def open_data(config: DataConfig, runtime: Runtime) -> Data:
     name = config.tokenizer or "pd4k"
     if config.data is None:  # each machine prepares a copy
         runtime.on_each_machine(lambda: embedded_store(name))
-    store = open_store(config.data or str(embedded_store(name)))
+    store = open_store(str(embedded_store(name)) if config.data is None else config.data)
     encoding = get_encoding(config.tokenizer or store.meta["tokenizer"])
     store.check_tokenizer(encoding)
     return Data(encoding, store, byte_lengths(encoding))

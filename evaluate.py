@@ -320,7 +320,8 @@ def main(argv: list[str] | None = None) -> None:
     settings, model, state = load_run(args.run, args.checkpoint)
     runtime = start(args.device, settings.run.dtype)
     model.to(runtime.device)
-    data = open_data(replace(settings.data, data=args.data or settings.data.data), runtime)
+    name = settings.data.data if args.data is None else args.data
+    data = open_data(replace(settings.data, data=name), runtime)
     task = task_of(settings, data.encoding)
     evaluation = Evaluation(data, task, settings.data.seq_len, tokens=args.tokens)
     if file and len(evaluation.parts) > 1:
@@ -329,7 +330,8 @@ def main(argv: list[str] | None = None) -> None:
     result = evaluation.total(of_each)
     if not math.isfinite(result.val_loss):
         raise ValueError(f"{args.run}: the model's loss on this text is not finite")
-    lines = [f"{args.run}, step {state['step']}: held-out {result}, on {evaluation.description}"]
+    name = args.run if args.checkpoint in ("last", "best") else args.checkpoint
+    lines = [f"{name}, step {state['step']}: held-out {result}, on {evaluation.description}"]
     size = f"{result.targets:,} targets, {result.bytes:,} bytes"
     lines.append(f"{result.val_loss:.4f} nats per target, over {size}")
     if file:

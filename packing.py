@@ -31,6 +31,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -312,7 +313,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if all(text.isdecimal() for text in args.source):
         lengths = np.array([int(text) for text in args.source])
-    elif len(args.source) > 1:
+    elif len(args.source) > 1 or not Path(args.source[0]).exists():
         raise ValueError(f"{' '.join(args.source)}: name {sources}")
     else:
         samples = Samples(Store.open(args.source[0]), "pieces", args.max_len)

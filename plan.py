@@ -113,7 +113,6 @@ class Plan:
         """Plan the step after this clock, and read this rank's rows."""
         runtime, context = self.runtime, self.context_at(clock)
         window = self.rows_of_step(clock)
-        tokens_by_layer = self.tokens_by_layer(context, window.seq_len)
         numbers, rows = window.rows.of_rank(runtime.rank, runtime.world_size)
         key = (context.seed, "mask", context.step)
         batch = self.task.batch(self.store, rows, window.seq_len, window.rows, *key)
@@ -123,9 +122,9 @@ class Plan:
             window=window,
             divisor=loss_divisor(self.task, window.rows),
             context=context,
-            tokens_by_layer=tokens_by_layer,
+            tokens_by_layer=self.tokens_by_layer(context, window.seq_len),
             before=clock,
-            after=self.clock_after(clock, window, tokens_by_layer),
+            after=self.clock_after(clock, window),
         )
 
     # ---- which rows
@@ -255,8 +254,9 @@ class Plan:
             tokens = pseudo.tokens_by_layer(settings.pseudo, context, tokens)
         return tokens
 
-    def clock_after(self, before: Clock, window: Window, tokens_by_layer: list[int]) -> Clock:
+    def clock_after(self, before: Clock, window: Window) -> Clock:
         """Advance the clock by a step with these rows: the definition of what it counts."""
+        tokens_by_layer = self.tokens_by_layer(self.context_at(before), window.seq_len)
         rows, positions = window.rows, len(window.rows) * window.seq_len
         length = rows.lengths + self.special_tokens
         filled, seen = rows.sum_by_row(length), rows.sum_by_row(rows.pieces["seen"])
@@ -282,10 +282,6 @@ class Plan:
             cursor=window.next_cursor,
         )
 
-    def after(self, before: Clock, window: Window) -> Clock:
-        tokens_by_layer = self.tokens_by_layer(self.context_at(before), window.seq_len)
-        return self.clock_after(before, window, tokens_by_layer)
-
     def columns(self, step: Step) -> dict[str, object]:
         """Describe a step for the log; the clock adds its own columns."""
         limits, rows = step.window.limits, step.window.rows
@@ -307,7 +303,7 @@ class Plan:
         """Plan the rest of a short run; estimate that of a longer one from 40 points of it."""
         now, end = clock, self.settings.optim.tokens
         while now.step < clock.step + EXACT_STEPS and now.consumed_tokens < end:
-            now = self.after(now, self.rows_of_step(now))
+            now = self.clock_after(now, self.rows_of_step(now))
         if now.consumed_tokens >= end:
             tokens, flops = now.real_tokens - clock.real_tokens, now.flops - clock.flops
             return Forecast(now.step - clock.step, tokens, flops)
@@ -319,7 +315,7 @@ class Plan:
             cursor = self.cursor_at(consumed, clock.cursor._replace(first_draw=draws, row=0))
             at = clock._replace(step=clock.step + round(steps), consumed_tokens=consumed)
             window = self.window_at(cursor)
-            after = self.after(at, window)
+            after = self.clock_after(at, window)
             windows = budget / FORECAST_POINTS / max(after.consumed_tokens - consumed, 1)
             rows = len(window.rows)
             steps += windows * (rows / self.rows_per_step if self.steps_share_windows else 1)

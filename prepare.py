@@ -173,10 +173,10 @@ class Corpus:
 
     def _by_hash(self) -> Iterator[Document]:
         """Yield all documents; the hash of each, or of the first one of its text, decides."""
-        sides: dict[int, bool] = {}  # by `hash_of` the text
+        sides: dict[int, bool] = {}  # by a hash of 64 bits
         for path, name, kind in self.files:
             for id, text in self._read(path, name, kind):
-                key = hash_of(text)
+                key = hash("".join(text.split()))  # whatever its blanks and line ends
                 is_repeat = key in sides
                 crc32 = zlib.crc32((text if id is None else id).encode())
                 held_out = self.holdout > 0 and crc32 % self.holdout == 0
@@ -211,11 +211,6 @@ class Corpus:
             yield None if id is None else str(id), text or ""
 
 
-def hash_of(text: str) -> int:
-    """Hash a text to 64 bits, whatever its blanks and line ends."""
-    return hash("".join(text.split()))
-
-
 # ---- files
 
 # What is no text or JSON lines, and how it begins, in lower case and without blanks
@@ -237,7 +232,7 @@ def input_files(given: str | Path) -> Iterator[tuple[Path, str]]:
     path = Path(given)
     if given == "" or not path.exists():  # Path("") would be the working folder
         raise ValueError(f"{given or 'the empty string'}: no such file or folder")
-    if path.is_file():
+    if not path.is_dir():
         yield path, path.name
     for file in sorted(path.rglob("*")):
         name = file.relative_to(path).as_posix()
@@ -440,6 +435,8 @@ def map_tokens(file: Path, dtype: np.dtype | str) -> np.ndarray:
     """Map a file of bare numbers into memory; refuse one that holds something else."""
     if known := format_of(np.fromfile(file, np.uint8, 512).tobytes()):
         raise ValueError(f"--tokens-from {file}: is {known}")
+    if file.stat().st_size % np.dtype(dtype).itemsize or not file.stat().st_size:
+        raise ValueError(f"--tokens-from {file}: is empty or not bare {np.dtype(dtype)}")
     tokens = np.memmap(file, dtype, "r")
     zeros = np.mean(tokens[:BLOCK] == 0)  # of 32-bit numbers read as 16 bits, half are 0
     if zeros > 1 / 3:

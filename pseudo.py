@@ -50,9 +50,7 @@ STATES = ("reset", "rescale", "copy")
 @dataclass(frozen=True)
 class PseudoConfig:
     on: bool = flag("--pseudo", False, "start with layers that share weights, or with fewer layers")
-    group: int | None = flag(
-        "--pseudo-group", None, "layers in a unit (default: at most 4)", least=1
-    )
+    group: int | None = flag("--pseudo-group", None, "layers in a unit (default: up to 4)", least=1)
     until: str | None = flag(
         "--pseudo-until",
         None,
@@ -62,9 +60,7 @@ class PseudoConfig:
     state: str = flag(
         "--pseudo-state", "reset", "optimizer state of layers that stop sharing", STATES
     )
-    layers: int | None = flag(
-        "--pseudo-layers", None, "layers at the start (default: all)", least=1
-    )
+    layers: int | None = flag("--pseudo-layers", None, "layers at first (default: all)", least=1)
 
 
 # ---- stages

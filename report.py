@@ -348,9 +348,8 @@ def costs_to_reach(loss: float, logs: list[RunLog], unit: str) -> list[float]:
 
 
 def in_unit(amount: float, unit: str) -> str:
-    if unit == "minutes":
-        return duration(60 * amount)
-    return short(amount, "FLOP" if unit == "flops" else "")
+    suffix = "FLOP" if unit == "flops" else ""
+    return duration(60 * amount) if unit == "minutes" else short(amount, suffix)
 
 
 def with_seeds(values: Sequence[float], form: str) -> str:
@@ -541,8 +540,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         print(f"report: {write_page(*args.runs, out=args.out, loss=args.loss)}")
     except (KeyError, TypeError) as error:
-        logs = " or ".join(f"{folder}/log.jsonl" for folder in args.runs)
-        raise ValueError(f"{logs} is damaged: {type(error).__name__} {error}") from None
+        runs = ", ".join(map(str, args.runs))
+        raise ValueError(f"{runs}: log.jsonl is damaged: {type(error).__name__} {error}") from None
 
 
 if __name__ == "__main__":

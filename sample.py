@@ -30,8 +30,8 @@ from model import Transformer
 from support import checkpoint, process, runtime
 from support import clock as rng
 from support.fsdp import evaluating, of_rank0
-from support.numbers import count
-from support.tokenizer import get_encoding, tokenizer_in, vocab_size
+from support.numbers import count, whole_number
+from support.tokenizer import fingerprint, get_encoding, tokenizer_in, vocab_size
 from support.weights import real_weights, running_layers
 
 
@@ -122,17 +122,19 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest")
     parser.add_argument("--top-k", type=count, default=50, help="draw among this many tokens")
     parser.add_argument("--samples", type=count, default=1, help="how many texts to print")
-    parser.add_argument("--seed", type=int, default=1, help="of the random draws")
+    parser.add_argument("--seed", type=whole_number, default=1, help="of the random draws")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     parser.add_argument("--dtype", default="auto", choices=("auto", *runtime.DTYPES))
     args = parser.parse_args(argv)
     if not 0 <= args.temperature < math.inf:
         raise ValueError(f"--temperature {args.temperature}: choose 0 or a positive number")
     here = runtime.start(args.device, args.dtype)
-    settings, model, _ = load_run(args.run, args.checkpoint)
+    settings, model, state = load_run(args.run, args.checkpoint)
     if settings.model.model != "gpt":
         raise ValueError(f"{args.run} holds a BERT, which writes no text")
     encoding = get_encoding(settings.data.tokenizer)
+    if fingerprint(encoding) != state["tokenizer_fingerprint"]:
+        raise ValueError(f"{args.run} was trained with other tokens than {encoding.name} has now")
     model.to(here.device)
     for number in range(args.samples):
         if number:

@@ -52,21 +52,14 @@ from evaluate import Evaluation
 from kernels.triton_here import why_not
 from model import Batch, BlockRunner, Transformer, TransformerConfig, run_plain, run_recomputed
 from plan import Plan, Step, read_ahead
+from support import runtime as ranks
 from support.checkpoint import load_weights
 from support.clock import StepContext, due, generator, seed_of
 from support.fsdp import shard, sync_gradients
 from support.optim import Optimizers, learning_rate
 from support.process import StopSignal, exit_cleanly, one_line
 from support.run import Log, Run, commit
-from support.runtime import (
-    Runtime,
-    check_agreement,
-    made_by,
-    refuse_step,
-    reporting_lost_ranks,
-    start,
-    sum_of_bits,
-)
+from support.runtime import Runtime
 from support.sizes import empty_model, micro_batch_rows, parameter_count, peak_flops
 from support.weights import initial_model, model_size
 
@@ -76,8 +69,9 @@ MOST_SHAPES = 256  # versions of a block that torch.compile may make, one for ea
 
 def main(argv: list[str] | None = None) -> int:
     settings, started = config.parse_or_resume(sys.argv[1:] if argv is None else argv)
-    runtime = start(settings.run.device, settings.run.dtype)
-    runtime.check_same({"commit": commit()} | made_by(runtime) | config.shared_by_ranks(settings))
+    runtime = ranks.start(settings.run.device, settings.run.dtype)
+    about = ranks.made_by(runtime) | config.shared_by_ranks(settings)
+    runtime.check_same({"commit": commit()} | about)
     by_document = settings.pack.batch == "documents"
     micro_batch = micro_batch_rows(settings.optim, settings.data.seq_len, runtime, by_document)
     data = open_data(settings.data, runtime)
@@ -87,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     size = started.size if started else model_size(settings, data.encoding)
     with Run(settings, runtime, size, data.store.meta, started) as run:
         try:
-            with reporting_lost_ranks(lambda: run.clock.step):
+            with ranks.reporting_lost_ranks(lambda: run.clock.step):
                 return run_training(run, data, micro_batch)
         except torch.OutOfMemoryError as error:
             remedy = "choose less, or add --checkpoint-activations or --offload"
@@ -155,7 +149,7 @@ def first_trainer(
         kept = {*pseudo.owners_at(settings.pseudo, settings.model.layers, 0.0)}
     model = empty_model(shape) if state else initial_model(shape, settings, runtime.say, kept)
     if settings.model.init and not state:  # each machine reads its own file: they must be the same
-        bits = sum(sum_of_bits(tensor).item() for tensor in model.state_dict().values())
+        bits = sum(ranks.sum_of_bits(tensor).item() for tensor in model.state_dict().values())
         runtime.check_same({"the weights of --init": bits})
     try:
         return assemble(settings, model, runtime, micro_batch=micro_batch, state=state)
@@ -270,7 +264,7 @@ def enter_stage(trainer: "Trainer", step: Step, log: Log) -> None:
     state = pseudo.hand_over(trainer.state(), owners, settings.pseudo.state)
     model, micro_batch = empty_model(trainer.model.config), trainer.micro_batch
     new = assemble(settings, model, runtime, micro_batch=micro_batch, state=state)
-    check_agreement(runtime, new.optimizers.named)
+    ranks.check_agreement(runtime, new.optimizers.named)
     before, now = trainer.optimizers.memory(), new.optimizers.memory()
     log.write(
         "stage",
@@ -404,9 +398,9 @@ class Trainer:
         mean, norm = torch.stack((runtime.reduce(loss), norm.to(runtime.device))).tolist()
         mean /= max(step.divisor, 1)
         if not math.isfinite(mean):
-            refuse_step(runtime, step.context.step, "loss", loss.item())
+            ranks.refuse_step(runtime, step.context.step, "loss", loss.item())
         if not math.isfinite(norm):
-            refuse_step(runtime, step.context.step, "gradient", norm)
+            ranks.refuse_step(runtime, step.context.step, "gradient", norm)
         lr = learning_rate(settings.optim, settings.model.layers, step.before, step.after)
         if self.offloaded:
             self.offloaded.step(self.optimizers, lr)

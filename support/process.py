@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]  # the repository
-MISTAKES = (ValueError, OSError)  # the user's mistakes: reported in one line, exit status 2
+MISTAKES = (ValueError, OSError, MemoryError)  # the user's: one line, exit status 2
 
 # ---- how a command ends
 

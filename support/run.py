@@ -174,14 +174,15 @@ class Run:
         if not self.settings.run.dry_run:  # no other process may write until this run ends
             self.opened.enter_context(folder_lock(self.folder, wait=False))
         # A folder that somebody else made may hold a link to any of the user's files.
-        if (log := self.folder / "log.jsonl").is_symlink():
-            raise ValueError(f"{log} is a link: replace it with the file")
+        if (log := self.folder / "log.jsonl").is_symlink() or log.is_dir():
+            raise ValueError(f"{log} is a link or a folder: replace it with the file")
+        events = [line["event"] for line in read_log(self.folder)]
         if self.started.sha256 != self.store["sha256"]:
             other = "another store, or with other weights in a mixture"
             raise ValueError(f"--data: {self.folder} was started with {other}")
         if checkpoint.steps_in(self.folder):
             return checkpoint.find(self.folder, self.settings.run.resume)
-        if any(line["event"] == "checkpoint" for line in read_log(self.folder)):
+        if "checkpoint" in events:
             raise ValueError(f"--resume: the checkpoints of {self.folder} are gone: put one back")
         return None
 
@@ -194,8 +195,8 @@ class Run:
         for name, now in (flattened(self.settings) | self.size._asdict()).items():
             before = saved.get(name, now)  # an old checkpoint may lack newer settings
             if now != before and name not in may_differ:
-                changed = f"{self.folder}/config.json: {name} is {now}"
-                raise ValueError(f"{changed}, but {before} in {path.name}: write that back")
+                changed = f"{self.folder}/config.json: {name} is {now!r}"
+                raise ValueError(f"{changed}, but {before!r} in {path.name}: write that back")
 
     def check_budget(self, before: int) -> None:
         """Refuse other --tokens than before, unless wsd does not decay yet or --min-lr is 1."""
@@ -269,8 +270,11 @@ class Run:
             out.write(json.dumps(about, indent=2).encode())
 
     def open_log(self) -> None:
-        file = self.opened.enter_context((self.folder / "log.jsonl").open("ab"))
-        file.truncate(min(self.log_size, file.tell()))
+        file = self.opened.enter_context((self.folder / "log.jsonl").open("ab+"))
+        size = file.truncate(min(self.log_size, file.tell()))
+        file.seek(max(size - 1, 0))
+        if file.read(1) not in (b"", b"\n"):
+            file.write(b"\n")  # the log was edited: end the line that is cut now
         board = None
         if self.settings.run.wandb:
             board = open_wandb(self.folder, self.id, flattened(self.settings))
@@ -489,10 +493,13 @@ def open_wandb(folder: Path, run_id: str, settings: Flat) -> Any:
 
 def read_log(folder: Path) -> Iterator[dict]:
     """Yield the lines of a run's log; a damaged line, left by a kill, has the event "torn"."""
-    file = folder / "log.jsonl"
+    file, config = folder / "log.jsonl", folder / "config.json"
     if not file.exists():
         return
+    about = json_object(config.read_bytes()) if config.exists() else None
     with file.open(encoding="utf-8", errors="replace") as lines:
         for text in lines:
             line = json_object(text)
+            if about and line and line.get("run", about.get("run")) != about.get("run"):
+                raise ValueError(f"{file} belongs to another run than {config}: put its own back")
             yield line if line and "event" in line else {"event": "torn"}

@@ -200,7 +200,7 @@ class ModelConfig:
     pos: str | None = flag(
         "--pos", None, "positions (default: rope for nano and llama)", ("learned", "rope")
     )
-    rope_theta: float = derived(10000.0, "base of the rotary angles")
+    rope_theta: float = flag("", 10000.0, "base of the rotary angles", above=0)
     rope_scaling: str | None = derived(None, "Llama 3.1's, factor:slow:fast:positions")
     tied: bool | None = flag("--tied", None, "tie head and embedding (default: on; nano GPT off)")
     layers: int | None = flag("--layers", None, "blocks (default: by --size)", least=1, most=4096)
@@ -217,7 +217,7 @@ class ModelConfig:
 @dataclass(frozen=True)
 class OptimConfig:
     tokens: int | None = flag(
-        "--tokens", None, "budget; --resume may raise it (default: by --size)", least=1
+        "--tokens", None, "budget; --resume may raise it (default: by --size)", least=1, most=10**15
     )
     schedule_tokens: int | None = derived(None, "first budget, which schedules follow")
     batch_tokens: int | None = flag(
@@ -227,7 +227,7 @@ class OptimConfig:
         "--micro-batch-size", None, "rows in a rank's forward pass (default: by device)", least=1
     )
     optimizer: str = flag("--optimizer", "muon", "muon: the blocks' matrices", ("adamw", "muon"))
-    lr: float | None = flag("--lr", None, "peak learning rate (default: by --size)", above=0)
+    lr: float | None = flag("--lr", None, "peak rate (default: by --size)", above=0, most=1000)
     min_lr: float = flag("--min-lr", 0.0, "final rate, as a share of --lr", least=0, most=1)
     schedule: str = flag("--schedule", "linear", "how the learning rate decays", SCHEDULES)
     lr_clock: str = flag(

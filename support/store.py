@@ -183,6 +183,9 @@ class Store:
         if fingerprint(encoding) != self.meta["tokenizer_fingerprint"]:
             made_with = f"made with tokenizer {self.meta['tokenizer']}"
             raise ValueError(f"{self.path}: {made_with}, but {encoding.name} has other tokens")
+        known = self.meta["vocab_size"], self.meta["end_of_text"]
+        if known != (encoding.n_vocab, encoding.eot_token):
+            raise ValueError(f"{self.path}/meta.json is damaged (vocab_size): prepare it again")
 
     def check_tokens(self, highest: int) -> None:
         """Refuse a store that holds a token outside its vocabulary."""
@@ -202,7 +205,7 @@ def read_meta(path: Path) -> dict:
         meta = json.loads(file.read_text())
         wrong = [name for name, kind in META.items() if not isinstance(meta.get(name), kind)]
         wrong = wrong or [n for n in COUNTS if not 0 <= meta.get(f"train_{n}", 0) <= meta[n]]
-        np.dtype(meta.get("dtype"))
+        wrong = wrong or ["dtype"] * (meta["dtype"] not in ("uint16", "uint32"))
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{path}: not a token store: make one with prepare.py") from None
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
@@ -258,6 +261,8 @@ def atomic_write(file: Path) -> Iterator[BinaryIO]:
             out.flush()
             os.fsync(out.fileno())
         unfinished.rename(file)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(file)) from None
     finally:
         unfinished.unlink(missing_ok=True)
 
@@ -276,6 +281,8 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
             sync(path)
         unfinished.rename(folder)
         sync(folder.parent)  # the rename itself
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(folder)) from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

@@ -398,7 +398,8 @@ def test_of_a_token_file_the_end_is_held_out(tmp_path, monkeypatch, capsys, dtyp
 
 
 BAD_TOKENS = [
-    (b"odd", FROM, "Size of available data is not a multiple"),
+    (b"odd", FROM, "--tokens-from a.bin: is empty or not bare uint16"),
+    (b"", FROM, "--tokens-from a.bin: is empty or not bare uint16"),
     (gzip.compress(b"\1\0" * 99, mtime=0) + b"\0", FROM, "a.bin: is packed: unpack it"),
     (b"\x93NUMPY\1\0" * 9, FROM, "a.bin: is packed: unpack it"),
     (POINTER, FROM, "a.bin: is a Git LFS pointer"),

@@ -91,7 +91,18 @@ def test_the_log_is_not_written_through_a_link(folder, tmp_path):
     log = (folder / "log.jsonl").rename(tmp_path / "elsewhere.jsonl")
     (folder / "log.jsonl").symlink_to(log)
     checkpoint.find(folder, "last").unlink()  # so that steps remain
-    resume_fails(folder, r"log\.jsonl is a link: replace it with the file")
+    resume_fails(folder, r"log\.jsonl is a link or a folder: replace it with the file")
+
+
+def test_a_log_that_was_edited_loses_no_line_and_a_foreign_one_is_refused(folder, capsys):
+    checkpoint.find(folder, "last").unlink()  # so that steps remain
+    log, before = folder / "log.jsonl", [*read_log(folder)]
+    log.write_text(log.read_text().replace('"event": "run"', '"event":  "run"', 1))
+    assert train.main(["--resume", "--out", "run"]) == 0
+    steps = [line["step"] for line in read_log(folder, "train")]
+    assert steps == list(range(1, before[-1]["step"] + 1))
+    log.write_text(log.read_text().replace(before[0]["run"], "another"))
+    resume_fails(folder, "log.jsonl belongs to another run than .*config.json: put its own back")
 
 
 def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(folder, made, monkeypatch, capsys):

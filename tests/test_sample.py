@@ -100,9 +100,13 @@ def test_a_store_and_a_run_hold_copies_of_their_tokenizer(tmp_path, monkeypatch,
     Path("run").rename("kept")
     sample.main(["kept", "--prompt", "Call me", "--tokens", "1"])
     assert "\nCall me" in capsys.readouterr().out
-    evaluate.main(["kept", "--data", "moved", "--tokens", "99"])
+    evaluate.main(["kept", "--checkpoint", "kept/step-00000001.pt", "--data", "moved"])
+    assert capsys.readouterr().out.startswith("kept/step-00000001.pt, step 1: held-out ")
     assert train.main(["--resume", "--out", "kept", "--data", "moved"]) == 0
     assert train.main(f"{flags} --init kept --data moved --out next --dry-run".split()) == 0
+    ranks = Path("kept/tokenizer.tiktoken")
+    prepare.write_ranks(ranks, {bytes([rank]): rank for rank in range(256)})
+    assert "trained with other tokens" in refusal(sample.main, ["kept", "--prompt", "Call me"])
 
 
 def test_what_cannot_be_sampled_is_refused(run_of):

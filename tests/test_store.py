@@ -169,8 +169,11 @@ def test_a_bad_file_of_ranks_is_refused_with_the_line_number(tmp_path):
 def test_a_tokenizer_with_the_same_name_but_other_ranks_is_refused(tmp_path):
     path = tmp_path / "a.tiktoken"
     meta = {"tokenizer": str(path), "tokenizer_fingerprint": tokenizer.fingerprint(PD4K)}
+    meta |= {"vocab_size": PD4K.n_vocab, "end_of_text": PD4K.eot_token}
     made = Store(Path("a store"), meta, np.empty(0), np.empty(0))
     made.check_tokenizer(PD4K)
+    other = Store(Path("a store"), meta | {"end_of_text": 97}, np.empty(0), np.empty(0))
+    assert "meta.json is damaged" in refusal(other.check_tokenizer, PD4K)
     *ranks, last, before = PD4K_RANKS
     write_ranks(path, {token: rank for rank, token in enumerate([*ranks, before, last])})
     message = refusal(made.check_tokenizer, tokenizer.get_encoding(str(path)))
@@ -188,7 +191,7 @@ def test_a_damaged_store_is_refused(tmp_path):
         ("tokens.bin", bytes([END]), b"", "tokens.bin: must have 16 bytes: prepare"),
         ("meta.json", b'"end_of_text"', b'"end"', "meta.json is damaged (end_of_text): prepare"),
         ("meta.json", b'"documents": 3', b'"documents": "3"', "is damaged (documents): prepare"),
-        ("meta.json", b"uint16", b"uint17", "meta.json is damaged (data type 'uint17' not"),
+        ("meta.json", b"uint16", b"float16", "meta.json is damaged (dtype): prepare"),
         ("meta.json", b'"documents.idx"', b'"other"', "documents.idx does not match meta.json"),
         ("meta.json", b"{", b"[" * 99999, "meta.json is damaged (maximum recursion"),
         ("meta.json", b"{", b"[", "meta.json is damaged (Expecting"),
