@@ -41,7 +41,7 @@ from support.tokenizer import byte_lengths, get_encoding
 
 SEED = 1337
 L, H, C, T = 4, 4, 128, 2048
-BUDGET = 1_200_000  # where the clock ends
+BUDGET = 1_100_000  # where the clock ends
 ROWS = 4  # rows in a step
 SHORTEST, GROWN_AT = 64, 0.9  # tokens in the longest piece at first; progress at which it is T
 K, WHOLE_AT = T // 16, 0.9  # tokens that a middle layer sees; progress at which it sees all T

@@ -113,7 +113,7 @@ class Size(NamedTuple):
 # learning rate (arXiv 2005.14165, table 2.1), and 20 tokens per parameter (arXiv 2203.15556). BERT:
 # arXiv 1810.04805.
 SIZES = {  # layers, heads, width, seq_len; tokens, batch_tokens, lr
-    "nano": Size(4, 4, 128, 2048, 1_200_000, 8_192, 2e-2),
+    "nano": Size(4, 4, 128, 2048, 1_100_000, 8_192, 2e-2),
     "124M": Size(12, 12, 768, 1024, 2_500_000_000, 524_288, 6e-4),
     "350M": Size(24, 16, 1024, 1024, 7_000_000_000, 524_288, 3e-4),
     "774M": Size(36, 20, 1280, 1024, 15_500_000_000, 524_288, 2.5e-4),
@@ -156,7 +156,7 @@ class RunConfig:
         "--eval-every", None, "in tokens; 0: only at the end (default: --tokens / 4)"
     )
     eval_tokens: int | None = free(
-        "--eval-tokens", None, "held-out tokens on the way (default: 5 % of --tokens)", least=1
+        "--eval-tokens", None, "held-out tokens on the way (default: 6 % of --tokens)", least=1
     )
     final_eval_tokens: int | None = free(
         "--final-eval-tokens", None, "held-out at the end (default: --tokens, at most 1M)", least=1
@@ -283,7 +283,7 @@ def with_defaults(settings: Flat) -> Flat:
     s.setdefault("optim.warmup_tokens", s["optim.tokens"] // 50)
     s.setdefault("run.eval_every", max(s["optim.tokens"] // 4, 1))
     s.setdefault("run.final_eval_tokens", min(s["optim.tokens"], 1_000_000))
-    few = max(s["optim.tokens"] // 20, 1)  # three evaluations take some 5 % of a run's time
+    few = max(6 * s["optim.tokens"] // 100, 1)  # three evaluations take some 6 % of a run's time
     s.setdefault("run.eval_tokens", min(few, s["run.final_eval_tokens"]))
     s.setdefault("run.checkpoint_every", max(s["optim.tokens"] // 10, 1))
     return s
