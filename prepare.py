@@ -201,9 +201,8 @@ class Corpus:
         for number, fields in rows:
             id, text = fields.get("id"), fields.get(self.text_column, 0)
             if not isinstance(text, str | None):
-                there = ", ".join(fields) or "nothing"
-                wanted = f"has no string under --text-column {self.text_column}, only {there}"
-                raise ValueError(f"{path}:{number}: {wanted}")
+                why = f"has no string under --text-column {self.text_column}"
+                raise ValueError(f"{path}:{number}: {why}, only {', '.join(fields) or 'nothing'}")
             try:
                 f"{id}{text}".encode()
             except UnicodeEncodeError:

@@ -18,6 +18,7 @@ gradients, settings. The technique acts where the code says `settings.pseudo.on`
     config.py   build             `resolved` fills in defaults and refuses what cannot work
     plan.py     tokens_by_layer   absent layers cost nothing on the clock
     train.py    models_to_come    `owners_to_come`: --offload needs room for every stage
+                first_trainer     `owners_at`: of a new model only the blocks that own are made
                 assemble          `share_weights`: in a new, resumed or changed model
                 enter_stage       `hand_over` the state when `owners_at` changes; assemble again
                 train_step        `average` the gradients; `state` saves the owners
@@ -57,9 +58,7 @@ class PseudoConfig:
         "share of a run before layers get their own weights; 0.05,0.1: units double at 0.05"
         " (default: 0.05; with --pseudo-layers 0.75)",
     )
-    state: str = flag(
-        "--pseudo-state", "reset", "optimizer state of layers that stop sharing", STATES
-    )
+    state: str = flag("--pseudo-state", "reset", "optimizer state when sharing ends", STATES)
     layers: int | None = flag("--pseudo-layers", None, "layers at first (default: all)", least=1)
 
 

@@ -205,7 +205,7 @@ def read_meta(path: Path) -> dict:
         meta = json.loads(file.read_text())
         wrong = [name for name, kind in META.items() if not isinstance(meta.get(name), kind)]
         wrong = wrong or [n for n in COUNTS if not 0 <= meta.get(f"train_{n}", 0) <= meta[n]]
-        wrong = wrong or ["dtype"] * (meta["dtype"] not in ("uint16", "uint32"))
+        wrong = wrong or [n for n in ("dtype",) if meta[n] not in ("uint16", "uint32")]
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{path}: not a token store: make one with prepare.py") from None
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
@@ -242,6 +242,13 @@ def sha256_of(file: Path) -> str:
 # failure.
 
 
+def named(error: OSError, unfinished: Path, path: Path) -> OSError:
+    """Return an error with the user's path instead of the hidden one, or of none (a full disk)."""
+    if not str(error.filename or unfinished).startswith(str(unfinished)):
+        return error
+    return OSError(error.errno, error.strerror or str(error), str(path))
+
+
 def hidden(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
 
@@ -262,7 +269,7 @@ def atomic_write(file: Path) -> Iterator[BinaryIO]:
             os.fsync(out.fileno())
         unfinished.rename(file)
     except OSError as error:
-        raise OSError(error.errno, error.strerror or str(error), str(file)) from None
+        raise named(error, unfinished, file) from None
     finally:
         unfinished.unlink(missing_ok=True)
 
@@ -282,7 +289,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         unfinished.rename(folder)
         sync(folder.parent)  # the rename itself
     except OSError as error:
-        raise OSError(error.errno, error.strerror or str(error), str(folder)) from None
+        raise named(error, unfinished, folder) from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

@@ -121,7 +121,7 @@ def test_the_tables_in_the_documents_match_the_records():
 
 LEVELS = "--curriculum-pace discrete:128@0.5:512@0.85:2048"
 README_ROWS = [
-    ("books", "--layers 4 --batch-tokens 8192 --tokens 1.2M --ltd --pack --curriculum seqlen"),
+    ("books", "--layers 4 --batch-tokens 8192 --tokens 1.1M --ltd --pack --curriculum seqlen"),
     ("books", "--layers 4 --batch-tokens 8192 --tokens 2.2M --ltd --pack --curriculum seqlen"),
     ("books", "--layers 2 --batch-tokens 8192 --tokens 4.6M --pack --curriculum seqlen"),
     ("books", f"--layers 2 --batch-tokens 8192 --tokens 13.7M --pack --curriculum seqlen {LEVELS}"),
