@@ -145,7 +145,8 @@ def first_trainer(
 ) -> "Trainer":
     """Make the trainer that a run starts with, from a checkpoint's state if it resumes."""
     settings, runtime, kept = run.settings, run.runtime, None
-    if settings.pseudo.on:  # do not make the weights that are shared
+    if settings.pseudo.on:
+        # Blocks that share another's weights need none of their own.
         kept = {*pseudo.owners_at(settings.pseudo, settings.model.layers, 0.0)}
     model = empty_model(shape) if state else initial_model(shape, settings, runtime.say, kept)
     if settings.model.init and not state:  # each machine reads its own file: they must be the same
