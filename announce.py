@@ -86,8 +86,8 @@ def data(plan: Plan) -> str:
 def ahead(plan: Plan, clock: Clock, forecast: Forecast) -> str:
     """Say what the rest of the run takes, and what it would take without techniques.
 
-    Example: about 496 steps, 3,953,296 tokens of text, 27.6 TFLOP (1.97 epochs); without
-             techniques: about 269 steps, 2,203,648 tokens of text, 31.3 TFLOP
+    Example: about 248 steps, 1,972,046 tokens of text, 13.8 TFLOP (0.72 epochs); without
+             techniques: about 135 steps, 1,105,920 tokens of text, 15.7 TFLOP
     """
     plain = plan.without_techniques().forecast(clock)
     epochs = forecast.tokens / max(plan.store.meta["train_tokens"], 1)
@@ -102,7 +102,7 @@ def ahead(plan: Plan, clock: Clock, forecast: Forecast) -> str:
 def rate(plan: Plan, clock: Clock, forecast: Forecast) -> str:
     """Say how the learning rate goes.
 
-    Example: 0.00101 in the first step, 0.0102 halfway, 2.02e-05 in the last (linear)
+    Example: 0.00202 in the first step, 0.0102 halfway, 4.11e-05 in the last (linear)
     """
     optim = plan.settings.optim
     half_step = (optim.tokens - clock.consumed_tokens) / max(forecast.steps, 1) / 2
@@ -125,8 +125,8 @@ def afterwards(plan: Plan) -> str:
 def spent(plan: Plan, run: Run) -> str:
     """Say what the run has read and computed, and what it would have without techniques.
 
-    Example: read 3,953,296 tokens in 27.6 TFLOP and 0:03:55 of steps; without techniques about 269
-             steps, 2,203,648 tokens of text, 31.3 TFLOP
+    Example: read 1,972,007 tokens in 13.8 TFLOP and 0:04:15 of steps; without techniques about 135
+             steps, 1,105,920 tokens of text, 15.7 TFLOP
     """
     seconds = sum(line["ms"] for line in read_log(run.folder) if line["event"] == "train") / 1e3
     text = f"read {run.clock.real_tokens:,} tokens in {short(run.clock.flops, 'FLOP')}"
