@@ -94,11 +94,10 @@ def place(store_dir, run_of, tmp_path_factory):
     torch.save({"wte": torch.ones(3)}, place / "foreign.pt")
     (place / "damaged").mkdir()
     (place / "damaged/step-00000001.pt").write_bytes(b"PK")
-    for name, step in ("copied", 2), ("renamed", 9):
+    for name, step in ("copied", 2), ("renamed", 9), ("listed", 2):
         (place / name).mkdir()
         shutil.copy(place / "R/step-00000002.pt", place / name / f"step-{step:08d}.pt")
     (place / "copied/config.json").write_text('{"run": "another"}')
-    (place / "listed").mkdir()
     (place / "listed/log.jsonl").write_text('[1, 2]\n{"event": "run"}\n')
     (place / "full").mkdir()
     (place / "full/a.txt").write_text("the user's")

@@ -99,8 +99,7 @@ def test_a_log_that_was_edited_loses_no_line_and_a_foreign_one_is_refused(folder
     log, before = folder / "log.jsonl", [*read_log(folder)]
     log.write_text(log.read_text().replace('"event": "run"', '"event":  "run"', 1))
     assert train.main(["--resume", "--out", "run"]) == 0
-    steps = [line["step"] for line in read_log(folder, "train")]
-    assert steps == list(range(1, before[-1]["step"] + 1))
+    assert [s["step"] for s in read_log(folder, "train")] == [*range(1, before[-1]["step"] + 1)]
     log.write_text(log.read_text().replace(before[0]["run"], "another"))
     resume_fails(folder, "log.jsonl belongs to another run than .*config.json: put its own back")
 
