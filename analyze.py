@@ -304,7 +304,7 @@ def check_metrics(names: list[str], seq_len: int, kind: str, flag: str = "--curr
     known = (*LENGTHS, *METRICS) if flag == "--curriculum" else tuple(METRICS)
     for name in names:
         if name not in known:
-            raise ValueError(f"{flag} {name} is unknown: choose from {', '.join(known)}")
+            raise ValueError(f"{flag} {name!r} is unknown: choose from {', '.join(known)}")
         if name in ("length", "length-rarity") and kind == "rows":
             raise ValueError(f"{flag} {name}: all rows have {seq_len} tokens: use pieces (--pack)")
         if name == "seqlen-reshape" and kind != "rows":

@@ -322,7 +322,7 @@ def parse_pace(text: str) -> Pacing:
     if text == "linear":
         return Pacing()
     if kind == "root":
-        return Pacing(degree=number(details or 2, "--curriculum-pace"))
+        return Pacing(degree=number(details or 2, "--curriculum-pace root:"))
     if not re.fullmatch("discrete:([^@:]+@[^@:]+:)*[^@:]+", text):
         known = "linear, root:DEGREE or discrete:LEVEL@SHARE:...:LEVEL"
         raise ValueError(f"--curriculum-pace {text} is unknown: choose {known}")

@@ -322,6 +322,9 @@ def main(argv: list[str] | None = None) -> None:
     model.to(runtime.device)
     name = settings.data.data if args.data is None else args.data
     data = open_data(replace(settings.data, data=name), runtime)
+    if args.data is None and state.get("store") not in (None, data.store.meta["sha256"]):
+        advice = "name it with --data to evaluate on what it holds now"
+        raise ValueError(f"{data.store.path} has changed since {args.run} was trained: {advice}")
     task = task_of(settings, data.encoding)
     evaluation = Evaluation(data, task, settings.data.seq_len, tokens=args.tokens)
     if file and len(evaluation.parts) > 1:

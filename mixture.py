@@ -51,8 +51,8 @@ def entries_of(given: str | Path) -> list[tuple[str, Fraction]]:
             weight = Fraction(text)
         except (ValueError, ZeroDivisionError):
             weight = -1
-        if not path or weight < 0:
-            raise ValueError(f"--data {given}: {entry!r} is not PATH=WEIGHT, {EXAMPLE}")
+        if not path or weight < 0 or path in dict(weights):
+            raise ValueError(f"--data {given}: {entry!r} is not another PATH=WEIGHT, {EXAMPLE}")
         weights.append((path, weight))
     total = sum(weight for _, weight in weights)
     if not total:

@@ -98,7 +98,10 @@ def prepare(inputs: Sequence[str | Path], out: Path, encoding: Encoding, **optio
                 notes["skipped"] += len(ids) == 0
                 notes["repeats"] += len(ids) > 0 and doc.is_repeat
                 notes["spelled"] += END in doc.text
-        about = {"document": " or a ".join(sorted(corpus.kinds))}
+        if corpus.split_on and not corpus.was_split:
+            print(f"warning: --split-on {corpus.split_on!r} cuts no file in two", file=sys.stderr)
+        unit = "part of a file" if corpus.was_split else "file"
+        about = {"document": " or a ".join(sorted(corpus.kinds)).replace("file", unit)}
         about["held_out_by"] = "hash" if corpus.training_characters is None else "tail"
         about |= {"holdout": corpus.holdout, "split_on": corpus.split_on}
         return writer.finish(inputs, **notes, **about)
@@ -137,8 +140,8 @@ class Corpus:
     text_column: str = "text"  # the field or column with the text
 
     def __post_init__(self):
-        self.files = []
-        self.skipped = []
+        self.files, self.skipped = [], []
+        self.was_split = False  # by `split_on`, as far as files have been read
         given = [(Path(g), path, name) for g in self.paths for path, name in input_files(g)]
         originals = {os.path.realpath(path) for _, path, _ in given if not path.is_symlink()}
         for named, path, name in given:
@@ -194,7 +197,8 @@ class Corpus:
     def _read(self, path: Path, name: str, kind: str) -> Iterator[tuple[str | None, str]]:
         """Yield the id, or None, and the text of each document in a file."""
         if kind == "file":
-            for text in split_text(text_blocks(path), self.split_on):
+            for number, text in enumerate(split_text(text_blocks(path), self.split_on)):
+                self.was_split |= number > 0
                 yield name if self.split_on is None else None, text
             return
         rows = read_parquet(path, self.text_column) if kind == "row" else read_lines(path)
@@ -492,7 +496,7 @@ def main(argv: list[str] | None = None) -> None:
     inputs, out = given.pop("inputs"), given.pop("out")
     if bool(inputs) == ("tokens_from" in given):
         raise ValueError("name either files and folders to read, or --tokens-from TRAIN.BIN")
-    if out.exists():
+    if os.path.lexists(out):
         raise ValueError(f"--out {out}: exists already: remove it or name another folder")
     unused = {"tokens_dtype"} if inputs else {"learn_ranks", "split_on", "text_column"}
     if wrong := sorted(unused & given.keys()):

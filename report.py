@@ -44,7 +44,7 @@ from support.run import read_log
 from support.settings import Flat, Settings, as_given, flattened, settings_of
 from support.store import atomic_write
 
-FRAME = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+FRAME = Path(__file__).with_suffix(".html")
 PAGE = "compared.html"  # of several runs, unless --out names another
 # What a run spends, and what a comparison may hold fixed. Time is the time of the steps, without
 # evaluations and checkpoints.
@@ -157,7 +157,8 @@ def flags_of(settings: Flat) -> tuple[str, ...]:
 
     Example: those of a run with --ltd -> ("--ltd",), without "--ltd-start 128"
     """
-    saved = {name: value for name, value in settings.items() if name not in MAY_DIFFER}
+    # pd4k is saved as the tokenizer of every run that names neither a tokenizer nor a store
+    saved = {n: v for n, v in settings.items() if n not in MAY_DIFFER and v != "pd4k"}
     needed = saved
     for name in saved:
         fewer = {n: value for n, value in needed.items() if n != name}
@@ -204,7 +205,7 @@ def page(logs: list[RunLog], loss: float | None = None) -> str:
     }
     parts = [f"<section><h2>{name}</h2>{part}</section>" for name, part in sections.items() if part]
     text = {"title": escape(title), "about": escape(about), "body": "\n".join(parts)}
-    return Template(FRAME).substitute(text)
+    return Template(FRAME.read_text(encoding="utf-8")).substitute(text)
 
 
 def events_of(log: RunLog) -> list[tuple[int, str]]:
@@ -534,8 +535,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if len({folder.resolve() for folder in args.runs}) < len(args.runs):
         raise ValueError("a run is named twice: name each run once")
-    frame = Path(__file__).with_suffix(".html")
-    if args.out and (args.out.suffix != ".html" or args.out.resolve() == frame.resolve()):
+    if args.out and (args.out.suffix != ".html" or args.out.resolve() == FRAME.resolve()):
         raise ValueError(f"--out {args.out}: name a page, such as {PAGE}")
     try:
         print(f"report: {write_page(*args.runs, out=args.out, loss=args.loss)}")

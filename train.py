@@ -267,14 +267,8 @@ def enter_stage(trainer: "Trainer", step: Step, log: Log) -> None:
     new = assemble(settings, model, runtime, micro_batch=micro_batch, state=state)
     ranks.check_agreement(runtime, new.optimizers.named)
     before, now = trainer.optimizers.memory(), new.optimizers.memory()
-    log.write(
-        "stage",
-        step=clock.step,
-        consumed_tokens=clock.consumed_tokens,
-        owners=list(owners),
-        bytes_before=before,
-        bytes=now,
-    )
+    about = {"owners": [*owners], "bytes_before": before, "bytes": now}
+    log.write("stage", step=clock.step, consumed_tokens=clock.consumed_tokens, **about)
     layers = pseudo.owners_in_words(owners)
     runtime.say(
         f"--pseudo: after step {clock.step} layers use the weights of {layers}; weights, gradients"

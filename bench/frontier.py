@@ -53,6 +53,7 @@ from measure import (
     RESULTS,
     ROOT,
     command_line,
+    cpu_name,
     in_turns,
     pick,
     quartiles,
@@ -510,7 +511,7 @@ def quick(args: argparse.Namespace) -> None:
             made.append(record)
             print(f"{record['flags']}: {record['val_bpb']} bits per byte", flush=True)
     for cost in costs_of(made, set(), args):
-        costs.append(cost)
+        costs.append(cost | {"hardware": cpu_name()})
         print(f"timed a step: {cost['ms'][1]:.0f} ms", flush=True)
     points = points_of(made, costs)
     print(runs_table(points, points))

@@ -34,7 +34,7 @@ from support.clock import StepContext, shuffled
 
 DOCS = Path(__file__).resolve().parent
 WIDTH = 380  # pixels
-STYLE = re.search(r"<style>.*?</style>", FRAME, re.DOTALL)[0]  # the first of a report
+STYLE = re.search(r"<style>.*?</style>", FRAME.read_text(), re.DOTALL)[0]  # the first of a report
 
 
 # ---- parts of a drawing

@@ -114,8 +114,8 @@ def find(folder: str | Path, which: str) -> Path:
         path = step_path(steps[-1].parent, outline(steps[-1])["best_step"])
     if path.exists():
         return path
-    there = ", ".join(path.name for path in steps) or "no checkpoint"
-    raise ValueError(f"checkpoint {which}: not found; {folder} holds {there}")
+    there = ", ".join(other.name for other in steps if other.exists()) or "no checkpoint"
+    raise ValueError(f"checkpoint {path}: not found; {folder} holds {there}")
 
 
 def load(path: str | Path, runtime: Runtime = ALONE, *, sharded: bool = False) -> dict:

@@ -29,7 +29,7 @@ def whole_number(text: str, least: int = 0) -> int:
     number = number_of(text)
     if not (least <= number < 2**63 and number == int(number)):
         example = f"a whole number of at least {least}, such as 4096, 2e6 or 1.5B"
-        raise argparse.ArgumentTypeError(f"{text} is not {example}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not {example}")
     return int(number)
 
 
@@ -45,7 +45,7 @@ def real_number(text: str) -> float:
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise argparse.ArgumentTypeError(f"{text} is not a number such as 0.1 or 3e-4")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 0.1 or 3e-4")
     return number
 
 

@@ -92,7 +92,8 @@ class Optimizers:
         chosen = {name for name in names if self.named[name].grad is not None}
         for batch in grouped([n for n in self.for_muon if n in chosen], self.muon_batch_of):
             self.update_by_muon(batch, lr)
-        for batch in grouped([n for n in self.for_adamw if n in chosen], self.adamw_batch_of):
+        of_adamw = [n for n in self.for_adamw if n in chosen]
+        for batch in grouped(of_adamw, lambda n: (self.named[n].ndim > 1, self.named[n].device)):
             self.update_by_adamw(batch, lr)
         for name in chosen:
             self.named[name].grad = None
@@ -101,9 +102,6 @@ class Optimizers:
         """Return what matrices of one batch have in common."""
         matrix = self.named[name]
         return heights_of(name, self.named), matrix.shape, matrix.device
-
-    def adamw_batch_of(self, name: str) -> tuple:
-        return self.named[name].ndim > 1, self.named[name].device
 
     def update_by_muon(self, names: list[str], lr: float) -> None:
         """Update a batch of matrices, and their momenta, by their gradients."""

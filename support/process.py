@@ -127,7 +127,7 @@ class Parser(argparse.ArgumentParser):
         """Say what a wrong word probably means; a flag if it was read as its value."""
         flags, known = self._option_string_actions, {}
         if (flag is None or "/" in flag) and not word.startswith("-"):  # --pack/--no-pack
-            return "a value is one word, and a switch such as --pack takes none"
+            return "a value is one word, such as 50K; a switch such as --pack takes none"
         if ours := self.other_names.get(word.replace("_", "-")):
             return f"did you mean {ours}?"
         # If several flags have the same choice, the one before the word comes last and stays.

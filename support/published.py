@@ -63,8 +63,13 @@ def settings_in(path: str | Path) -> Flat:
     settings |= {ours: config[key] for ours, key in layout.keys.items() if key in config}
     flat = {f"model.{name}": value for name, value in settings.items() if name != "seq_len"}
     check_limits(Settings, flat, f"--init {path}")
+    if settings["width"] % settings["heads"]:
+        raise ValueError(f"--init {path}: {layout.keys['heads']} must divide the width")
     head_width = settings["width"] // settings["heads"]
-    for key, supported in {**layout.fixed, "head_dim": head_width, "bias": True}.items():
+    in_weights = {"vocab_size": size_in(path).vocab_size}
+    in_weights[layout.keys["seq_len"]] = size_in(path).positions
+    fixed = layout.fixed | {key: size for key, size in in_weights.items() if size}
+    for key, supported in {**fixed, "head_dim": head_width, "bias": True}.items():
         if config.get(key, supported) != supported:
             raise ValueError(f"--init {path}: {key} must be {supported}, not {config[key]}")
     known = {*layout.keys.values(), *layout.fixed, *Scaling.KEYS}
@@ -194,7 +199,7 @@ def entries_in(path: str | Path) -> dict[str, Tensor]:
         if BUFFERS.fullmatch(name):
             continue
         if name in entries or not (isinstance(value, Tensor) and value.is_floating_point()):
-            raise ValueError(f"--init {path}: {key} occurs twice or is not a floating-point tensor")
+            raise ValueError(f"--init {path}: {key} is no floating-point tensor, or occurs twice")
         to_transpose = is_nanogpt and name.startswith("h.") and value.dim() == 2
         entries[name] = value.T if to_transpose else value
         if lacks_biases and name.startswith(("h.", "ln_f.")):
@@ -228,7 +233,8 @@ def saved_in(path: str | Path) -> dict[str, Any]:
         if not isinstance(saved, dict):
             raise ValueError(f"it holds a {type(saved).__name__}")
     except Exception as error:  # torch.load raises half a dozen kinds
-        why = f"{type(error).__name__}: {one_line(error)[:200]}"
+        cause = one_line(error).rpartition("WeightsUnpickler error: ")[2][:200]
+        why = f"{type(error).__name__}: {cause}"
         raise ValueError(f"--init {path}: cannot be loaded, {why}") from None
     return saved
 

@@ -265,7 +265,7 @@ class Run:
         if file.exists() and started_with(self.folder).id != self.id:
             raise ValueError(f"--out {self.folder} holds another run on {platform.node()}")
         self.folder.mkdir(parents=True, exist_ok=True)
-        about = self.about() | {"config": config, "store": self.store["sha256"]}
+        about = self.about() | {"config": config}
         with atomic_write(file) as out:
             out.write(json.dumps(about, indent=2).encode())
 
@@ -307,6 +307,7 @@ class Run:
             "run": self.id,
             "config": flattened(self.settings),
             "model_size": self.size._asdict(),
+            "store": self.store["sha256"],
             "made_by": made_by(self.runtime),
             **provenance(),
         }
@@ -359,15 +360,9 @@ class Run:
 
     def log_evaluation(self, result: dict[str, object], last: bool, ms: float) -> None:
         """Log the result of an evaluation."""
-        self.log.write(
-            "eval",
-            step=self.clock.step,
-            consumed_tokens=self.clock.consumed_tokens,
-            **result,
-            last=last,
-            ms=round(ms, 1),
-            peak_memory=peak_memory(self.runtime.device),
-        )
+        at = {"step": self.clock.step, "consumed_tokens": self.clock.consumed_tokens}
+        peak = peak_memory(self.runtime.device)
+        self.log.write("eval", **at, **result, last=last, ms=round(ms, 1), peak_memory=peak)
 
     # ---- checkpoints
 
@@ -425,7 +420,7 @@ def check_out(out: str | None) -> None:
         return
     folder = Path(out or "runs")
     # Hidden names do not count: a run killed while it started may have left one.
-    if out and folder.exists() and (not folder.is_dir() or any(folder.glob("[!.]*"))):
+    if out and os.path.lexists(folder) and (not folder.is_dir() or any(folder.glob("[!.]*"))):
         raise ValueError(f"--out {folder} is not an empty folder: name a new one, or add --resume")
     above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not os.access(above, os.W_OK):

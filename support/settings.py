@@ -234,7 +234,7 @@ class OptimConfig:
         "--lr-clock", "consumed-tokens", "what --lr follows", ("consumed-tokens", "layer-tokens")
     )
     warmup_tokens: int | None = flag("--warmup-tokens", None, "linear (default: 2 % of --tokens)")
-    weight_decay: float = flag("--weight-decay", 0.1, "decay of matrices and embeddings", least=0)
+    weight_decay: float = flag("--weight-decay", 0.1, "of matrices only", least=0, most=10)
     beta2: float | None = flag(
         "--beta2", None, "of AdamW (default: 0.95, nano GPT 0.99, BERT 0.999)", least=0, below=1
     )

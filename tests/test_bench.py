@@ -62,6 +62,18 @@ def test_variants_take_turns_in_alternating_order():
 # ---- the frontier
 
 
+def test_quick_ends_with_a_table_of_its_runs(monkeypatch, capsys):
+    of_books = {r["flags"]: r for r in measure.records("frontier") if r["section"] == "books"}
+    timed = [
+        {n: c[n] for n in ("shape", "ms", "to_reference")} for c in measure.records("frontier-cost")
+    ]
+    monkeypatch.setattr(frontier, "run", lambda arm, **_: of_books[arm.flags])
+    monkeypatch.setattr(frontier, "costs_of", lambda *_: timed)
+    frontier.main(["quick"])
+    rows = capsys.readouterr().out.splitlines()[-3:]
+    assert all(row.startswith("| `--layers 1 ") for row in rows) and "--pack" in "".join(rows)
+
+
 def point(seconds, loss, flags="--layers 2", plain=True):
     return frontier.Point(flags, plain, seconds, [loss], seconds, 1_000_000)
 

@@ -24,13 +24,12 @@ CASES = {  # command -> part of its message
     "train --epochs 3": "did you mean --tokens, which counts tokens?",
     "train --batch_size=8": "did you mean --batch-tokens, which counts tokens?",
     "train --resume runs/x": "did you mean --resume --out runs/x?",
-    "train --tokens 50 K": "K (a value is one word, and a switch such as --pack takes none)",
-    "train --pack on": "and a switch such as --pack takes none",
-    "train --pack=true": "and a switch such as --pack takes none",
+    "train --tokens 50 K": "(a value is one word, such as 50K; a switch such as --pack takes none)",
+    "train --pack=true": "; a switch such as --pack takes none",
     "train --out=": "--out must be a str, not empty, got '': folder for",
     "train --vocab-size 9": "--vocab-size 9 (see --help)",
     "evaluate R --batch-size 8": "--batch-size 8 (see --help)",
-    "train --tokens many": "--tokens: many is not a whole number",
+    "train --tokens=": "--tokens: '' is not a whole number",
     "train --tokens 9e18": "--tokens must be at least 1 and at most 1000000000000000, got 9",
     "train --lr 1e300": "--lr must be above 0 and at most 1000, got 1e+300",
     f"{TRAIN} --ltd-start 64": "--ltd-start 64 has no effect without --ltd: add it",
@@ -47,12 +46,15 @@ CASES = {  # command -> part of its message
     # files
     f"{TRAIN} --data nowhere": "nowhere: not a token store: make one with prepare.py",
     f"{TRAIN} --data words.txt": "words.txt: not a token store",
+    f"{TRAIN} --data S=1,S=1": "'S=1' is not another PATH=WEIGHT",
     f"{TRAIN} --data S --tokenizer pd4k": "S: made with tokenizer bytes",
     f"{TRAIN} --init gpt2": "--init gpt2: not found; name weights on disk: nothing is downloaded",
+    f"{TRAIN} --init words.txt": "--init words.txt: cannot be loaded",
     f"{TRAIN} --init R --layers 3": "is a model with --layers 4, not --layers 3",
     # runs
     f"train {SMALL} --data S --out R": "--out R is not an empty folder: name a new one",
     f"train {SMALL} --data S --out full": "--out full is not an empty folder",
+    f"train {SMALL} --data S --out gone": "--out gone is not an empty folder",
     "train --resume": "--resume: runs/ holds no run; name one with --out",
     "train --resume --out full": "--resume: full holds no run",
     "train --resume --out R --tokens 9": "--tokens 9 is less than the 512 of R",
@@ -61,6 +63,7 @@ CASES = {  # command -> part of its message
     "prepare nowhere.txt --out new": "nowhere.txt",
     "prepare words.txt --out S": "--out S: exists already: remove it or name another folder",
     "prepare empty.txt --out new": "empty.txt",
+    "prepare words.txt --out gone": "--out gone: exists already: remove it or name another folder",
     "prepare words.txt --out new --tokenizer klingon": "klingon",
     "prepare words.txt --out new --split-on=": "--split-on '' has no effect here",
     "prepare words.txt --out new --text-column body": "--text-column body has no effect on plain",
@@ -68,6 +71,7 @@ CASES = {  # command -> part of its message
     "evaluate nowhere": "nowhere does not exist: name the folder of a run, or a checkpoint",
     "sample R/step-00000009.pt": "R/step-00000009.pt does not exist",
     "evaluate foreign.pt": "foreign.pt is not a checkpoint of train.py",
+    "evaluate changed.pt": "tiny has changed since changed.pt was trained: name it with --data",
     "evaluate copied": "copied/step-00000002.pt belongs to another run than copied/config.json",
     "evaluate renamed": "renamed/step-00000009.pt is that of step 2: give it its name back",
     "evaluate R --by-document S/meta.json": "--by-document S/meta.json: name a new file",
@@ -80,7 +84,7 @@ CASES = {  # command -> part of its message
     "sample R/config.json": "R/config.json is damaged or no checkpoint: File is not a zip file\n",
     f"{TRAIN} --init damaged": "step-00000001.pt is damaged",
     "report nowhere": "nowhere has no log.jsonl with a run's start: name the folder",
-    "analyze S --metric loudness": "--metric loudness",
+    "analyze S --metric loudness": "--metric 'loudness' is unknown",
 }
 
 
@@ -89,6 +93,9 @@ def place(store_dir, run_of, tmp_path_factory):
     place = tmp_path_factory.mktemp("mistakes")
     shutil.copytree(store_dir, place / "S")
     shutil.copytree(run_of(), place / "R")
+    state = torch.load(place / "R/step-00000002.pt")
+    torch.save(state | {"store": {}}, place / "changed.pt")
+    (place / "gone").symlink_to("nowhere")
     (place / "words.txt").write_text("all the words there are\n" * 99)
     (place / "empty.txt").write_text("")
     torch.save({"wte": torch.ones(3)}, place / "foreign.pt")

@@ -66,7 +66,7 @@ def test_invalid_mixtures_are_refused(tmp_path, monkeypatch):
     write_store(tmp_path / "a", [[1, 2]])
     write_store(tmp_path / "other", [[1]], tokenizer="another")
     for wrong in ("b", "a=nan"):
-        assert f"{wrong!r} is not PATH=WEIGHT" in refusal(open_store, f"a=0.7,{wrong}")
+        assert f"{wrong!r} is not another PATH=WEIGHT" in refusal(open_store, f"a=0.7,{wrong}")
     message = refusal(open_store, "a=1,other=1")
     assert re.search("--data .*other was made with tokenizer another", message)
 

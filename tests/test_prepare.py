@@ -175,12 +175,16 @@ def test_parquet_without_pyarrow_is_refused_before_anything_is_encoded(tmp_path,
     assert refusal(Corpus, [TINY, tmp_path / "a.parquet"], 0) == needs
 
 
-def test_split_on_cuts_plain_text_into_documents(tmp_path):
+def test_split_on_cuts_plain_text_into_documents(tmp_path, capsys):
     file = tmp_path / "a.txt"
     file.write_text("\n \none\ntwo\n\t\n\r\n\nthree\n\nfour\n")
     assert read(file, split_on="blank-line") == ["one\ntwo", "three", "four"]
     file.write_text("one\n---\n\n---\ntwo|three")
     assert read(TINY, file, split_on=r"\n---\n")[481:] == ["one", "two|three"]
+    for mark, unit in ("|", "part of a file"), ("QQQ", "file"):
+        about = prepare.prepare([file], tmp_path / unit, BYTES, split_on=mark, holdout=0)
+        assert about["document"] == unit
+    assert capsys.readouterr().err == "warning: --split-on 'QQQ' cuts no file in two\n"
 
 
 MARKS = ("|", "ab", "aab", "\n---\n", "é🙂")

@@ -294,10 +294,15 @@ MISFITS = [  # kind of file, entries changed or deleted (None), changes to the m
     ("bert", {f"bert.{QUERY}": None}, {}, f"{QUERY} must be (16, 16) but is absent"),
     ("bert", {"qa.weight": torch.ones(2)}, {}, "qa.weight has no place in this model"),
     ("gpt", {"lm_head.weight": torch.ones(50, 16)}, {}, "lm_head.weight has no place"),
-    ("gpt", {"wte.weight": torch.ones(50, 16)}, {}, "wte.weight occurs twice"),
+    (
+        "gpt",
+        {"wte.weight": torch.ones(50, 16)},
+        {},
+        "wte.weight is no floating-point tensor, or occurs twice",
+    ),
     ("gpt", {WTE: torch.full((50, 16), math.inf)}, {}, "wte.weight is not finite"),
-    ("gpt", {"model": {}}, {}, "model occurs twice or is not a floating-point tensor"),
-    ("gpt", {C_ATTN: torch.ones(16, 48).char()}, {}, "is not a floating-point tensor"),
+    ("gpt", {"model": {}}, {}, "model is no floating-point tensor"),
+    ("gpt", {C_ATTN: torch.ones(16, 48).char()}, {}, "is no floating-point tensor"),
 ]
 
 
@@ -353,6 +358,7 @@ UNSUPPORTED = [
     (GPT2 | {"moe": 1, "alibi": 1}, "unknown keys in config.json: alibi, moe"),
     (GPT2 | {"activation_function": "relu"}, "activation must be gelu_new or gelu, got 'relu'"),
     (GPT2 | {"bias": False}, "bias must be True, not False"),
+    (GPT2 | {"n_head": 3}, "n_head must divide the width"),
     (GPT2 | {"n_head": 0}, "model.heads must be at least 1, got 0"),
     (LLAMA | {"rope_scaling": "yarn"}, "rope_type yarn"),
     (LLAMA | {"rope_scaling": {"type": "yarn"}} | OTHER_ROPE, "rope_type yarn"),
@@ -365,6 +371,15 @@ UNSUPPORTED = [
 def test_an_unsupported_config_is_refused_in_one_line(about, problem, tmp_path):
     argv = ["--init", folder_of(about, tmp_path)]
     assert problem in refusal(config.parse_or_resume, argv)
+
+
+def test_a_config_that_contradicts_its_weights_is_refused(tmp_path):
+    folder = folder_of(GPT2 | {"vocab_size": 9, "n_positions": 12}, tmp_path)
+    for rows in (9, 8), (10, 12):
+        tensors = zip(("wte.weight", "wpe.weight"), (torch.zeros(n, 32) for n in rows), strict=True)
+        torch.save(dict(tensors), tmp_path / "pytorch_model.bin")
+        assert "must be" in (message := refusal(published.settings_in, folder))
+        assert ("n_positions must be 8, not 12" in message) == (rows == (9, 8))
 
 
 def folder_of(about: dict, tmp_path) -> str:
