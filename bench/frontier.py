@@ -503,8 +503,10 @@ def quick(args: argparse.Namespace) -> None:
     some = [a for a in arms if a.is_plain][:2] + [a for a in arms if not a.is_plain][:1]
     new = [arm._replace(seed=arm.seed + 1000) for arm in some]
     before = {p.flags: p.seconds for p in points_in(some[0].section, args.device)}
-    minutes = sum(before.get(arm.flags, 0) for arm in some) / 60
-    print(f"training {len(new)} runs, two at once: about {minutes:.0f} minutes on two fast cores")
+    # evaluating, and timing the steps, take half as long again
+    minutes = 1.5 * sum(before.get(arm.flags, 0) for arm in some) / 60
+    how_long = f"about {minutes:.0f} minutes with AVX-512, two or three times as long without"
+    print(f"training {len(new)} runs, two at once, on two cores: {how_long}", flush=True)
     made, costs = [], []
     with ThreadPoolExecutor(2) as pool:
         for record in pool.map(partial(run, stores=args.stores, device=args.device), new):
