@@ -306,7 +306,9 @@ def check_metrics(names: list[str], seq_len: int, kind: str, flag: str = "--curr
         if name not in known:
             raise ValueError(f"{flag} {name!r} is unknown: choose from {', '.join(known)}")
         if name in ("length", "length-rarity") and kind == "rows":
-            raise ValueError(f"{flag} {name}: all rows have {seq_len} tokens: use pieces (--pack)")
+            raise ValueError(
+                f"{flag} {name}: all rows have {seq_len} tokens: use pieces, as with --pack"
+            )
         if name == "seqlen-reshape" and kind != "rows":
             raise ValueError(f"{flag} {name} is for full rows of the stream: use seqlen")
     if len(set(names)) < len(names) or set(LENGTHS) <= set(names):

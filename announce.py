@@ -66,13 +66,8 @@ def batch(plan: Plan, micro_batch: int) -> str:
         text = f"{text} on each of {runtime.world_size} ranks"
     if not settings.pack.on and settings.model.model == "gpt":
         return text  # each row is one document, without padding
-    impl = chosen_impl(
-        runtime.device.type,
-        runtime.dtype,
-        head_width=plan.model.head_width,
-        dropout=plan.model.dropout,
-        compiled=settings.run.compile == "on",
-    )
+    model, kind, compiled = plan.model, runtime.device.type, settings.run.compile == "on"
+    impl = chosen_impl(kind, runtime.dtype, model.head_width, model.dropout, compiled)
     return f"{text}; attention: {impl}, {IMPLS[impl]}"
 
 

@@ -357,13 +357,10 @@ class Bert(Transformer):
         x, targets = x.flatten(0, 1), batch.targets.flatten()  # (B T, C), (B T,)
         weights = None if batch.weights is None else batch.weights.flatten()
         at = on_device(batch.masked, x.device)
-        loss = linear_cross_entropy(
-            self.features(x.index_select(0, at)),
-            self.head,
-            self.mlm_bias,
-            targets.index_select(0, at),
-            target_weights=None if weights is None else weights.index_select(0, at),
-        )
+        features, masked = self.features(x.index_select(0, at)), targets.index_select(0, at)
+        of_masked = None if weights is None else weights.index_select(0, at)
+        head = self.head, self.mlm_bias
+        loss = linear_cross_entropy(features, *head, masked, target_weights=of_masked)
         if batch.answers is not None:
             at = on_device(batch.answers, x.device)
             scores = self.follows(x, at).to(loss.dtype)

@@ -106,6 +106,15 @@ def build(flat: Flat, will_run: bool = True, file: str = "") -> Config:
     Args: will_run False to read the settings of a past run: combinations are not checked again
           file     where the settings come from, for messages
     """
+    try:
+        return built(flat, will_run, file)
+    except ValueError as error:
+        if not file or file in str(error):
+            raise
+        raise ValueError(f"{error} (with the settings of {file})") from None
+
+
+def built(flat: Flat, will_run: bool, file: str) -> Config:
     # An old run also has the settings of techniques that a fork has deleted since then.
     flat = {n: v for n, v in flat.items() if n in settings_of(Config) or not is_off(n, flat)}
     check_limits(Config, flat, file)

@@ -157,17 +157,10 @@ class Evaluation:
             pairs = pack(self.task.pieces(halves, "evaluation"), special_tokens)
         is_whole = len(spans) == len(samples)
         share = "all" if is_whole else f"{np.diff(spans).sum():,} of {samples.tokens:,}"
-        return HeldOutText(
-            name,
-            store,
-            weight,
-            samples.documents,
-            rows=rows,
-            document_of=np.searchsorted(samples.offsets, rows.pieces["start"], "right") - 1,
-            pairs=pairs,
-            is_whole=is_whole,
-            description=f"{share} held-out tokens",
-        )
+        document_of = np.searchsorted(samples.offsets, rows.pieces["start"], "right") - 1
+        used = f"{share} held-out tokens"
+        documents, found = samples.documents, (rows, document_of, pairs, is_whole, used)
+        return HeldOutText(name, store, weight, documents, *found)
 
     def run(self, model: nn.Module, runtime: Runtime, micro_batch: int) -> HeldOut:
         """Evaluate the model on all rows; the arguments are those of `score_documents`."""

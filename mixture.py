@@ -46,12 +46,13 @@ def entries_of(given: str | Path) -> list[tuple[str, Fraction]]:
         return []
     weights: list[tuple[str, Fraction]] = []
     for entry in given.split(","):
-        path, _, text = entry.rpartition("=")
+        path, _, text = entry.strip().rpartition("=")
         try:
             weight = Fraction(text)
         except (ValueError, ZeroDivisionError):
             weight = -1
-        if not path or weight < 0 or path in dict(weights):
+        is_new = Path(path).resolve() not in [Path(other).resolve() for other, _ in weights]
+        if not (path and weight >= 0 and is_new):
             raise ValueError(f"--data {given}: {entry!r} is not another PATH=WEIGHT, {EXAMPLE}")
         weights.append((path, weight))
     total = sum(weight for _, weight in weights)

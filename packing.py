@@ -311,6 +311,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max-len", type=count, default=256, help="tokens in a row (256)")
     parser.add_argument("--max-per-row", type=count, help="most documents in a row (default: any)")
     args = parser.parse_args(argv)
+    if args.max_len > 1 << 24:  # lengths are counted in an array
+        raise ValueError(f"--max-len {args.max_len} is too long: choose at most 2^24 tokens")
     if all(text.isdecimal() for text in args.source):
         lengths = np.array([int(text) for text in args.source])
     elif len(args.source) > 1 or not Path(args.source[0]).exists():

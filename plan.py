@@ -204,12 +204,9 @@ class Plan:
         """
         spans = cut(spans, limits.max_piece_len - self.special_tokens)
         pieces = self.task.pieces(spans, *key)
-        packs = packing.pack_lengths(
-            pieces["stop"] - pieces["start"] + self.special_tokens,
-            self.seq_len,
-            packer=self.settings.pack.packer,
-            max_per_row=self.settings.pack.max_per_row,
-        )
+        lengths = pieces["stop"] - pieces["start"] + self.special_tokens
+        config = self.settings.pack
+        packs = packing.pack_lengths(lengths, self.seq_len, config.packer, config.max_per_row)
         rows = Rows(pieces[packs.items], packs.offsets)
         return rows.select(np.argsort(packs.items[packs.offsets[:-1]]))
 
@@ -260,14 +257,9 @@ class Plan:
         rows, positions = window.rows, len(window.rows) * window.seq_len
         length = rows.lengths + self.special_tokens
         filled, seen = rows.sum_by_row(length), rows.sum_by_row(rows.pieces["seen"])
-        flops = flops_of_step(
-            self.model,
-            window.seq_len,
-            tokens_by_layer,
-            filled=filled,
-            squares=rows.sum_by_row(length**2),
-            targets=int(self.task.targets(rows).sum()),
-        )
+        squares, targets = rows.sum_by_row(length**2), int(self.task.targets(rows).sum())
+        about = {"filled": filled, "squares": squares, "targets": targets}
+        flops = flops_of_step(self.model, window.seq_len, tokens_by_layer, **about)
         consumed = effective_tokens(filled, seen, tokens_by_layer, self.seq_len)
         if consumed == 0:  # the run would never end
             step = f"step {before.step + 1} has {int(filled.sum())} tokens"

@@ -24,6 +24,7 @@ import base64
 import gzip
 import io
 import os
+import shutil
 import signal
 import sys
 import zlib
@@ -66,6 +67,11 @@ def embedded_store(name: str) -> Path:
     folder = process.ROOT / ".cache" / f"pd-mix-{made_of}-{Corpus.holdout}"
     if not folder.exists() and not os.access(process.ROOT, os.W_OK):
         folder = store.user_cache() / folder.name
+    if folder.exists():
+        try:
+            store.Store.open(folder)
+        except ValueError:  # damaged: it can be made again
+            shutil.rmtree(folder)
     if not folder.exists():
         print(f"preparing the embedded corpus in {folder}", file=sys.stderr)
         try:
@@ -206,7 +212,7 @@ class Corpus:
             id, text = fields.get("id"), fields.get(self.text_column, 0)
             if not isinstance(text, str | None):
                 why = f"has no string under --text-column {self.text_column}"
-                raise ValueError(f"{path}:{number}: {why}, only {', '.join(fields) or 'nothing'}")
+                raise ValueError(f"{path}:{number}: {why}, of its fields {', '.join(fields)}")
             try:
                 f"{id}{text}".encode()
             except UnicodeEncodeError:
@@ -444,7 +450,8 @@ def map_tokens(file: Path, dtype: np.dtype | str) -> np.ndarray:
     zeros = np.mean(tokens[:BLOCK] == 0)  # of 32-bit numbers read as 16 bits, half are 0
     if zeros > 1 / 3:
         problem = f"is not bare {tokens.dtype}, {zeros:.0%} are 0: convert it"
-        raise ValueError(f"--tokens-from {file}: {problem}, or add --tokens-dtype uint32")
+        may_be_32 = ", or add --tokens-dtype uint32" if zeros < 0.7 and tokens.itemsize == 2 else ""
+        raise ValueError(f"--tokens-from {file}: {problem}{may_be_32}")
     return tokens
 
 
@@ -455,7 +462,9 @@ def print_summary(meta: dict) -> None:
     held_out = meta["documents"] - meta["train_documents"]
     held_out_tokens = meta["tokens"] - meta["train_tokens"]
     bytes_each = meta["bytes"] / (meta["tokens"] - meta["documents"])
-    tail = f", the last 1/{meta['holdout']} of the text" if meta["held_out_by"] == "tail" else ""
+    tail = ""
+    if meta["held_out_by"] == "tail":
+        tail = f", the last 1/{meta['holdout']} of the text: one document may be cut in two"
     print(f"documents {meta['documents']:>14,}   each a {meta['document']}")
     print(f"tokens    {meta['tokens']:>14,}   {bytes_each:.3f} bytes per token")
     print(f"held out  {held_out:>14,}   documents, {held_out_tokens:,} tokens{tail}")

@@ -175,7 +175,13 @@ def flags_of(settings: Flat) -> tuple[str, ...]:
 def write_page(*folders: Path, out: Path | None = None, loss: float | None = None) -> Path:
     """Write a page about these runs to `out` (default: compared.html; report.html in a run)."""
     file = out or (folders[0] / "report.html" if len(folders) == 1 else Path(PAGE))
-    text = page([read_run(folder) for folder in folders], loss)
+    try:
+        text = page([read_run(folder) for folder in folders], loss)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        if "log.jsonl" in str(error):  # a refusal
+            raise
+        runs, why = ", ".join(map(str, folders)), f"{type(error).__name__} {error}"
+        raise ValueError(f"{runs}: log.jsonl is damaged: {why}") from None
     with atomic_write(file) as stream:
         stream.write(text.encode())
     return file
@@ -537,11 +543,7 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError("a run is named twice: name each run once")
     if args.out and (args.out.suffix != ".html" or args.out.resolve() == FRAME.resolve()):
         raise ValueError(f"--out {args.out}: name a page, such as {PAGE}")
-    try:
-        print(f"report: {write_page(*args.runs, out=args.out, loss=args.loss)}")
-    except (KeyError, TypeError) as error:
-        runs = ", ".join(map(str, args.runs))
-        raise ValueError(f"{runs}: log.jsonl is damaged: {type(error).__name__} {error}") from None
+    print(f"report: {write_page(*args.runs, out=args.out, loss=args.loss)}")
 
 
 if __name__ == "__main__":

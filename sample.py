@@ -109,7 +109,7 @@ def load_run(folder: str, which: str) -> tuple[config.Config, Transformer, dict]
     settings = config.build(state["config"] | {"data.tokenizer": tokenizer}, will_run=False)
     shape = config.transformer_config(settings, **state["model_size"])
     model = replace(shape, layers=len(running_layers(state))).build()
-    model.load_state_dict(real_weights(state))
+    checkpoint.load_weights(model, real_weights(state))
     return settings, model.eval(), state
 
 
@@ -139,15 +139,9 @@ def main(argv: list[str] | None = None) -> None:
     for number in range(args.samples):
         if number:
             print("-" * 40)
-        text = continue_text(
-            model,
-            encoding,
-            args.prompt,
-            args.tokens,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            generator=rng.generator(torch.device("cpu"), args.seed, number),
-        )
+        options = {"temperature": args.temperature, "top_k": args.top_k}
+        options["generator"] = rng.generator(torch.device("cpu"), args.seed, number)
+        text = continue_text(model, encoding, args.prompt, args.tokens, **options)
         try:
             with torch.inference_mode(), here.autocast():
                 for piece in text:

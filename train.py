@@ -83,9 +83,12 @@ def main(argv: list[str] | None = None) -> int:
         try:
             with ranks.reporting_lost_ranks(lambda: run.clock.step):
                 return run_training(run, data, micro_batch)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:  # on a CPU torch has no OutOfMemoryError
+            known = isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
+            if not known:
+                raise
             remedy = "choose less, or add --checkpoint-activations or --offload"
-            too_much = f"--micro-batch-size {micro_batch} is too much for this device: {remedy}"
+            too_much = f"the model, or --micro-batch-size {micro_batch}, is too much: {remedy}"
             raise ValueError(f"{too_much} ({one_line(error)})") from None
 
 
@@ -114,14 +117,11 @@ def run_training(run: Run, data: Data, micro_batch: int) -> int:
         return 0
     trainer = first_trainer(run, shape, micro_batch, state)
     del state  # free its memory
-    run.open_folder(
-        bytes=trainer.optimizers.memory(),
-        ranks=runtime.world_size,
-        parameters=parameter_count(shape),
-        train_tokens=data.store.meta["train_tokens"],
-        held_out_bytes=data.store.meta["bytes"] - data.store.meta["train_bytes"],
-        peak_flops=peak_flops(runtime),
-    )
+    meta = data.store.meta
+    about = {"parameters": parameter_count(shape), "train_tokens": meta["train_tokens"]}
+    about["held_out_bytes"] = meta["bytes"] - meta["train_bytes"]
+    about |= {"ranks": runtime.world_size, "peak_flops": peak_flops(runtime)}
+    run.open_folder(bytes=trainer.optimizers.memory(), **about)
     runtime.say(f"run: {run.folder}")
     stopped_by = train(run, data, plan, trainer)
     if stopped_by == 0:
@@ -333,16 +333,7 @@ def assemble(
     )
     if state:
         optimizers.load_state_dict(state["optimizers"])
-    return Trainer(
-        settings=settings,
-        runtime=runtime,
-        model=model,
-        loss_of=loss_of,
-        optimizers=optimizers,
-        micro_batch=micro_batch,
-        owners=owners,
-        offloaded=offloaded,
-    )
+    return Trainer(settings, runtime, model, loss_of, optimizers, micro_batch, owners, offloaded)
 
 
 def is_compiled(settings: Config, runtime: Runtime) -> bool:

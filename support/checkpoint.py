@@ -28,8 +28,9 @@ from support.fsdp import gather_to_rank0, local_rows, scatter_from_rank0
 from support.runtime import Runtime
 from support.store import atomic_write, json_object, sync
 
-ENTRIES = {"run", "config", "model_size", "made_by", "commit", "tokenizer_fingerprint", "model"}
-ENTRIES |= {"step", "clock", "best", "best_step", "evaluation_due", "log_size", "optimizers"}
+ENTRIES = {"run": str, "commit": str, "tokenizer_fingerprint": str, "best": float}
+ENTRIES |= dict.fromkeys(("config", "model_size", "made_by", "model", "clock", "optimizers"), dict)
+ENTRIES |= dict.fromkeys(("step", "best_step", "evaluation_due", "log_size"), int)
 ALONE = Runtime(0, 1, torch.device("cpu"), torch.float32, "")
 
 
@@ -107,14 +108,16 @@ def find(folder: str | Path, which: str) -> Path:
     if not folder.exists():
         raise ValueError(f"{folder} does not exist: name the folder of a run, or a checkpoint")
     steps = [folder] if folder.is_file() else steps_in(folder)
-    path = Path(which)
+    path = Path(which) if Path(which).exists() else folder / which
     if steps and which == "last":
         path = steps[-1]
     if steps and which == "best":
         path = step_path(steps[-1].parent, outline(steps[-1])["best_step"])
-    if path.exists():
+    if path.is_file():
         return path
     there = ", ".join(other.name for other in steps if other.exists()) or "no checkpoint"
+    if path.stem == "step-00000000":
+        raise ValueError(f"{folder} has no best checkpoint, because it was never evaluated")
     raise ValueError(f"checkpoint {path}: not found; {folder} holds {there}")
 
 
@@ -174,16 +177,22 @@ def receive(tensor: Tensor, runtime: Runtime, sharded: bool) -> Tensor:
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
     """Make these tensors the model's weights, without a copy."""
+    check_fit(model, weights)
+    model.load_state_dict(weights, assign=True)
+
+
+def check_fit(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Refuse weights that are not all of the model's, or of other shapes."""
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    for name in expected.keys() | weights.keys():
+    for name in sorted(expected.keys() | weights.keys()):
         if name not in weights or weights[name].shape != expected.get(name):
             raise ValueError(f"the checkpoint's weight {name} does not fit the model")
-    model.load_state_dict(weights, assign=True)
 
 
 def outline(path: Path) -> dict:
     """Read a checkpoint of a run without its tensors' values and without verifying these."""
     with refusing_damage(path):
+        zipfile.ZipFile(path).close()  # torch's own message is about mmap
         state = torch.load(path, map_location="meta", mmap=True, weights_only=True)
     check_entries(path, state)
     return state
@@ -191,8 +200,11 @@ def outline(path: Path) -> dict:
 
 def check_entries(path: Path, state: object) -> None:
     """Refuse what torch.load reads but `Run.save` has not written, or not under this name."""
-    if not isinstance(state, dict) or not state.keys() >= ENTRIES:
-        raise ValueError(f"{path} is not a checkpoint of train.py")
+    entries = state if isinstance(state, dict) else {}
+    wrong = [name for name, kind in ENTRIES.items() if not isinstance(entries.get(name), kind)]
+    if wrong or any(tensor.dtype != torch.float32 for tensor in entries["model"].values()):
+        what = wrong[0] if wrong else "model: weights in fp32 are expected"
+        raise ValueError(f"{path} is not a checkpoint of train.py ({what})")
     if path.stem.startswith("step-") and path != step_path(path.parent, state["step"]):
         raise ValueError(f"{path} is that of step {state['step']}: give it its name back")
     config = path.with_name("config.json")

@@ -26,9 +26,9 @@ def number_of(text: str) -> float:
 
 def whole_number(text: str, least: int = 0) -> int:
     """Read a whole number for argparse: 2000000, 2e6, 2M, 1.5B."""
-    number = number_of(text)
+    number = int(text) if text.isdecimal() else number_of(text)  # a float is not exact
     if not (least <= number < 2**63 and number == int(number)):
-        example = f"a whole number of at least {least}, such as 4096, 2e6 or 1.5B"
+        example = f"a whole number from {least} to 2^63, such as 4096, 2e6 or 1.5B"
         raise argparse.ArgumentTypeError(f"{text!r} is not {example}")
     return int(number)
 

@@ -89,8 +89,8 @@ def print_line(line: str, stream: TextIO, end: str = "\n") -> None:
 
 
 def one_line(error: Exception) -> str:
-    if isinstance(error, OSError) and error.filename is not None:
-        return printable(f"{error.filename}: {error.strerror}")
+    if isinstance(error, OSError) and error.strerror:  # without a name: of print
+        return printable(f"{error.filename or 'standard output'}: {error.strerror}")
     return printable(" ".join(str(error).split()))
 
 

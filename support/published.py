@@ -62,7 +62,7 @@ def settings_in(path: str | Path) -> Flat:
     settings = layout.settings | layout.absent
     settings |= {ours: config[key] for ours, key in layout.keys.items() if key in config}
     flat = {f"model.{name}": value for name, value in settings.items() if name != "seq_len"}
-    check_limits(Settings, flat, f"--init {path}")
+    check_limits(Settings, flat | {"data.seq_len": settings["seq_len"]}, f"--init {path}")
     if settings["width"] % settings["heads"]:
         raise ValueError(f"--init {path}: {layout.keys['heads']} must divide the width")
     head_width = settings["width"] // settings["heads"]
@@ -71,14 +71,14 @@ def settings_in(path: str | Path) -> Flat:
     fixed = layout.fixed | {key: size for key, size in in_weights.items() if size}
     for key, supported in {**fixed, "head_dim": head_width, "bias": True}.items():
         if config.get(key, supported) != supported:
-            raise ValueError(f"--init {path}: {key} must be {supported}, not {config[key]}")
+            raise ValueError(f"--init {path}: {key} must be {supported}, not {config[key]!r}")
     known = {*layout.keys.values(), *layout.fixed, *Scaling.KEYS}
     unknown = [key for key in sorted(config.keys() - known) if not re.fullmatch(HARMLESS, key)]
     if unknown:
         raise ValueError(f"--init {path}: unknown keys in config.json: {', '.join(unknown)}")
     scaling = config.get("rope_type", config.get("type", "default"))
     if scaling == "llama3" and config.keys() >= {*Scaling.KEYS}:
-        settings["rope_scaling"] = ":".join(f"{config[key]:g}" for key in Scaling.KEYS)
+        settings["rope_scaling"] = ":".join(f"{config[key]}" for key in Scaling.KEYS)
     elif scaling != "default":
         raise ValueError(f"--init {path}: rope_type {scaling}: only a complete llama3 is supported")
     rows = min(settings.pop("seq_len"), LONGEST_ROW)
@@ -106,19 +106,18 @@ def config_in(path: str | Path) -> dict[str, Any]:
 # they show in the entries of the file, or `settings_in` checks them (rotary angles).
 HARMLESS = (
     # where a model comes from, and its classes
-    r"_\w+|architectures|\w*dtype|(model_)?type|name_or_path|transformers\S+|unsloth_\w+|"
-    r"\w+_class|is_(decoder|encoder_decoder|llama_config)|directionality|"
+    r"_\w+|architectures|\w*dtype|(model_)?type|name_or_path|transformers\S+|unsloth_\w+|\w+_class|"
+    r"is_(decoder|encoder_decoder|llama_config)|directionality|"
     # training, and how it is computed
     r"\w+_pdrop|\w*dropout(_prob)?|initializer_range|gradient_\w+|chunk_size_\w+|pruned_heads|"
     r"attn_implementation|pretraining_tp|reorder_and_upcast_attn|torchscript|xla_device|"
     r"use_(cache|return_dict|bfloat16)|return_dict\w*|tf_legacy_loss|"
-    # generation
-    r"\w+_token_id|(max|min|max_sequence)_length|\w+_penalty|\w*no_repeat_ngram_size|prefix|"
-    r"num_(beams|beam_groups|return_sequences)|do_sample|early_stopping|temperature|top_[kp]|"
-    r"bad_words_ids|\w*suppress_tokens|typical_p|remove_invalid_values|"
-    # other heads and tasks
-    r"(output|summary|pooler)_\w+|num_labels|id2label|label2id|\w*cross_attention\w*|"
-    r"task_specific_params|finetuning_task|problem_type|predict_special_tokens|"
+    # generation, other heads and tasks
+    r"\w+_token_id|(max|min|max_sequence)_length|\w+_penalty|\w*no_repeat_ngram_size|prefix|top_[kp]|"
+    r"num_(beams|beam_groups|return_sequences|labels)|do_sample|early_stopping|temperature|typical_p|"
+    r"bad_words_ids|\w*suppress_tokens|remove_invalid_values|(output|summary|pooler)_\w+|id2label|"
+    r"label2id|\w*cross_attention\w*|task_specific_params|finetuning_task|problem_type|"
+    r"predict_special_tokens|"
     # checked elsewhere
     r"(vocab|block|type_vocab)_size|head_dim|n_ctx|(attention_|mlp_)?bias|"
     r"rope_(type|scaling|parameters)|tie_(encoder_decoder|word_embeddings)"
@@ -160,7 +159,8 @@ def load_into(model: Transformer, path: str | Path) -> list[str]:
     for entry, view in views.items():
         actual = tuple(entries[entry].shape) if entry in entries else "absent"
         if actual != view.shape:
-            raise ValueError(f"--init {path}: {entry} must be {tuple(view.shape)} but is {actual}")
+            wrong = f"{entry} must be {tuple(view.shape)} but is {actual}"
+            raise ValueError(f"--init {path}: {wrong}: its config.json, or your flags, must fit it")
         if not entries[entry].isfinite().all():
             raise ValueError(f"--init {path}: {entry} is not finite")
     left_out: list[str] = []
@@ -223,7 +223,7 @@ def saved_in(path: str | Path) -> dict[str, Any]:
     try:
         if path.suffix == ".json":
             saved = json.loads(path.read_text())
-            if "weight_map" in saved:  # the index of several files
+            if path.name.endswith(".index.json"):  # of several files
                 parts = [saved_in(path.parent / name) for name in {*saved["weight_map"].values()}]
                 saved = {name: tensor for part in parts for name, tensor in part.items()}
         elif is_safetensors:
@@ -397,6 +397,11 @@ def load_file(path: str | Path) -> dict[str, Tensor]:
     header = json.loads(data[8:start].tobytes())
     header.pop("__metadata__", None)
     tensors = {}
+    offsets = sorted(entry["data_offsets"] for entry in header.values())
+    edges = [0, *(edge for pair in offsets for edge in pair), len(data) - start]
+    shapes = [size for entry in header.values() for size in entry["shape"]]
+    if edges[::2] != edges[1::2] or min(shapes, default=0) < 0:
+        raise ValueError("its tensors do not fill it, one after the other")
     for name, entry in header.items():
         begin, end = entry["data_offsets"]
         raw = torch.from_numpy(data[start + begin : start + end])

@@ -87,17 +87,21 @@ def started_with(folder: Path) -> Started:
             raise ValueError("optim.tokens must be a whole number")
         config["data.tokenizer"] = tokenizer_in(folder, config["data.tokenizer"])
         return Started(folder, about["run"], config, size, about["store"])
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
+        if checkpoint.steps_in(folder):
+            raise ValueError(f"--resume: config.json of {folder} is gone: put it back") from None
         raise ValueError(f"--resume: {folder} holds no run; name one with --out") from None
     except KeyError as error:
         raise ValueError(f"{file} is not that of a run: it has no {error}") from None
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{file} is damaged: {error}") from None
+        raise ValueError(f"{file} is damaged: {error}: put a copy back") from None
 
 
 def newest_run() -> Path:
     """Find the folder in runs/ whose run was started, or extended with more --tokens, last."""
-    starts = sorted(Path("runs").glob("[!.]*/config.json"), key=lambda path: path.stat().st_mtime)
+    logs = Path("runs").glob("[!.]*/log.jsonl")  # an export has a config.json too, but no log
+    configs = (log.with_name("config.json") for log in logs)
+    starts = sorted(filter(Path.exists, configs), key=lambda path: path.stat().st_mtime)
     if not starts:
         raise ValueError("--resume: runs/ holds no run; name one with --out")
     return starts[-1].parent
@@ -242,7 +246,7 @@ class Run:
         """
         shards = self.runtime.world_size if self.settings.run.fsdp else 1
         needed = (self.settings.run.keep + 2) * (weights + optimizer) * shards
-        needed -= sum(path.stat().st_size for path in checkpoint.steps_in(self.folder))
+        needed -= sum(p.stat().st_size for p in checkpoint.steps_in(self.folder) if p.exists())
         free = shutil.disk_usage(self.folder).free
         if free < needed:
             room = f"{needed / 1e6:,.1f} MB of disk for checkpoints, but {free / 1e6:,.1f} are free"
@@ -337,15 +341,9 @@ class Run:
         counts = now._asdict()
         del counts["cursor"]  # where the next rows come from: only checkpoints need it
         epochs = now.real_tokens / self.store["train_tokens"]
-        self.log.write(
-            "train",
-            **counts,
-            tokens_per_s=round((now.real_tokens - before.real_tokens) / ms * 1e3, 1),
-            epochs=round(epochs, 4),
-            **columns,
-            ms=round(ms, 2),
-            data_ms=round(waited_ms, 2),
-        )
+        rate = round((now.real_tokens - before.real_tokens) / ms * 1e3, 1)
+        counts |= {"tokens_per_s": rate, "epochs": round(epochs, 4), **columns}
+        self.log.write("train", **counts, ms=round(ms, 2), data_ms=round(waited_ms, 2))
         shown = f"loss {columns['loss']:.3f}" + (f", epochs {epochs:.1f}" if epochs > 1 else "")
         bar.set_postfix_str(shown, refresh=False)
         # The last step may overshoot the budget, and a bar beyond its total shows no time left.
@@ -420,11 +418,12 @@ def check_out(out: str | None) -> None:
         return
     folder = Path(out or "runs")
     # Hidden names do not count: a run killed while it started may have left one.
-    if out and os.path.lexists(folder) and (not folder.is_dir() or any(folder.glob("[!.]*"))):
+    is_used = folder.is_dir() and out and any(folder.glob("[!.]*"))
+    if is_used or (os.path.lexists(folder) and not folder.is_dir()):
         raise ValueError(f"--out {folder} is not an empty folder: name a new one, or add --resume")
-    above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not os.access(above, os.W_OK):
-        raise ValueError(f"--out: {above} is read-only: name a folder elsewhere")
+    above = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        raise ValueError(f"--out: {above} is read-only or no folder: name one elsewhere")
 
 
 def provenance() -> dict[str, str]:

@@ -69,15 +69,7 @@ def start(device: str, dtype: str, timeout: timedelta | None = None) -> "Runtime
     if kind == "cuda":
         missing = why_not(kind)
         why += f"; no Triton kernels: {missing}" if missing else "; Triton kernels"
-    return Runtime(
-        rank=rank,
-        world_size=world_size,
-        device=chosen,
-        dtype=DTYPES[dtype],
-        why=why,
-        device_free=device_free(chosen),
-        host_free=host_free(),
-    )
+    return Runtime(rank, world_size, chosen, DTYPES[dtype], why, device_free(chosen), host_free())
 
 
 def choose_device(name: str) -> torch.device:

@@ -48,7 +48,8 @@ class Setting(NamedTuple):
     without_value: str | None = None  # what the flag alone stands for
 
     def allows(self, value: Value) -> bool:
-        if not isinstance(value, (int, float) if self.kind is float else self.kind):
+        kinds = (int, float) if self.kind is float else self.kind
+        if not isinstance(value, kinds) or isinstance(value, bool) != (self.kind is bool):
             return False
         if self.kind is str:
             return value in self.choices if self.choices else value != ""
@@ -206,7 +207,7 @@ class ModelConfig:
     layers: int | None = flag("--layers", None, "blocks (default: by --size)", least=1, most=4096)
     heads: int | None = flag("--heads", None, "attention heads (default: by --size)", least=1)
     width: int | None = flag("--width", None, "channels (default: by --size)", least=1, most=2**17)
-    mlp_width: int | None = derived(None, "of the MLP: 4 x --width, for llama 8/3")
+    mlp_width: int | None = flag("", None, "of the MLP: 4 x --width, for llama 8/3", least=1)
     # gelu_new is GPT-2's approximation, gelu is exact; None: by --pos
     activation: str | None = derived(None, "GELU", ("gelu_new", "gelu"))
     dropout: float = flag("--dropout", 0.0, "share of activations zeroed", least=0, below=1)

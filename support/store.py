@@ -182,7 +182,9 @@ class Store:
         """Refuse a tokenizer whose content differs from the store's, even if its name does not."""
         if fingerprint(encoding) != self.meta["tokenizer_fingerprint"]:
             made_with = f"made with tokenizer {self.meta['tokenizer']}"
-            raise ValueError(f"{self.path}: {made_with}, but {encoding.name} has other tokens now")
+            raise ValueError(
+                f"{self.path}: {made_with}, whose tokens {encoding.name} does not have now"
+            )
         known = self.meta["vocab_size"], self.meta["end_of_text"]
         if known != (encoding.n_vocab, encoding.eot_token):
             raise ValueError(f"{self.path}/meta.json is damaged (vocab_size): prepare it again")
@@ -207,7 +209,8 @@ def read_meta(path: Path) -> dict:
         wrong = wrong or [n for n in COUNTS if not 0 <= meta.get(f"train_{n}", 0) <= meta[n]]
         wrong = wrong or [n for n in ("dtype",) if meta[n] not in ("uint16", "uint32")]
     except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"{path}: not a token store: make one with prepare.py") from None
+        advice = "make one with prepare.py, or name it with --data"
+        raise ValueError(f"{path}: not a token store: {advice}") from None
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
         wrong = [error]
     if wrong:

@@ -17,6 +17,7 @@ import base64
 import hashlib
 import heapq
 import json
+import os
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -31,6 +32,7 @@ from tqdm import tqdm
 from support import process
 
 PD4K = process.ROOT / "corpus" / "pd4k.tiktoken"
+SUFFIXES = (".tiktoken", ".model")
 NAMES = "pd4k, bytes, gpt2, a .tiktoken file or Llama 3's tokenizer.model"
 SPECIAL_TOKENS = ("<|endoftext|>", "[PAD]", "[CLS]", "[SEP]", "[MASK]")
 
@@ -65,7 +67,7 @@ def get_encoding(name: str = "pd4k") -> tiktoken.Encoding:
             raise ValueError("tokenizer gpt2: neither in TIKTOKEN_CACHE_DIR nor online") from None
     elif name == "pd4k":
         ranks = read_ranks(PD4K)
-    elif name.endswith((".tiktoken", ".model")):
+    elif name.endswith(SUFFIXES):
         name = str(Path(name).absolute())  # a link's own name has the suffix
         ranks = read_ranks(Path(name))
     else:
@@ -117,7 +119,8 @@ def copy_ranks(name: str, folder: Path) -> None:
 
 def tokenizer_in(folder: Path, name: str) -> str:
     """Return the tokenizer that `copy_ranks` has put into a folder; without one, `name`."""
-    return next((str(copy.absolute()) for copy in folder.glob("tokenizer.*")), name)
+    copies = (folder.absolute() / f"tokenizer{suffix}" for suffix in SUFFIXES)
+    return next((str(copy) for copy in copies if os.path.lexists(copy)), name)
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:

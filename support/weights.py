@@ -111,7 +111,9 @@ def initial_model(
     if source := source_of(init):
         weights = real_weights(checkpoint.load(source.path))
         left_out = [name for name in weights if published.PAIRS.fullmatch(name) and not config.nsp]
-        model.load_state_dict({n: value for n, value in weights.items() if n not in left_out})
+        used = {name: value for name, value in weights.items() if name not in left_out}
+        checkpoint.check_fit(model, used)
+        model.load_state_dict(used)
     elif init:
         left_out = published.load_into(model, init)
     for name in left_out:

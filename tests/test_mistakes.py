@@ -79,7 +79,7 @@ CASES = {  # command -> part of its message
     "report listed": "listed: log.jsonl is damaged: KeyError 'config'",
     "packing 100 abc": "100 abc: name lengths in tokens, or a folder",
     "packing -5": "-5: name lengths in tokens, or a folder",
-    "packing 3 4 --max-len 1e18": "Unable to allocate",
+    "packing 3 4 --max-len 1e18": "is too long: choose at most 2^24 tokens",
     "config --oops": "unrecognized arguments: --oops",
     "sample R/config.json": "R/config.json is damaged or no checkpoint: File is not a zip file\n",
     f"{TRAIN} --init damaged": "step-00000001.pt is damaged",

@@ -69,7 +69,11 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12
 PAGE = b"\xef\xbb\xbf\n<!DOCTYPE html>\n<html><p>text</p></html>"
 BAD_INPUTS = [  # sorted by name: name, content, message
     ("a.jsonl", GOOD * 2 + b"nonsense\n" + GOOD, ":3: is not a JSON object"),
-    ("b.jsonl", b'{"content": "a"}', ":1: has no string under --text-column text, only content"),
+    (
+        "b.jsonl",
+        b'{"content": "a"}',
+        ":1: has no string under --text-column text, of its fields content",
+    ),
     ("c.jsonl", GOOD + b'{"text": "\xff"}', ":2: is not a JSON object"),
     ("d.jsonl", GOOD + b'{"id": "\\ud83d", "text": ""}', ":2: has half of a surrogate pair"),
     ("e.jsonl.gz", PACKED[:-20], ": cannot be decompressed"),
@@ -145,7 +149,7 @@ def test_json_lines_are_recognised_by_content(name, compressed, tmp_path):
     for content in (f"\ufeff{lines}\n", f"\n\n{lines}"):
         file.write_bytes(compressed(content.encode()))
         assert read(file) == texts and read(file, text_column="id")[0] == "0"
-        problem = ": has no string under --text-column n, only text, id, n"
+        problem = ": has no string under --text-column n, of its fields text, id, n"
         assert refusal(read, file, text_column="n").endswith(problem)
     for text in ("né\r\n" * 1000, "{ braces } in prose", "[1] a note", "\ufeffa,b\n"):
         file.write_bytes(compressed(text.encode()))
@@ -162,7 +166,7 @@ def test_parquet_files_are_read_by_row_group_from_the_text_column(tmp_path):
     assert read(file) == [row["text"] or "" for row in rows] == read(tmp_path)
     assert read(file, text_column="source") == ["a"] * 2500
     for column, fields in ("body", "text, id, source, wide"), ("wide", ""):
-        problem = f":1: has no string under --text-column {column}, only {fields}"
+        problem = f":1: has no string under --text-column {column}, of its fields {fields}"
         assert problem in refusal(read, file, text_column=column)
     (tmp_path / "cut.parquet").write_bytes(file.read_bytes()[:-9])
     assert "cut.parquet: cannot be read as parquet" in refusal(read, tmp_path / "cut.parquet")

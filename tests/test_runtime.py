@@ -332,7 +332,7 @@ class Trained:
         more = {"step": 1, "best": math.inf, "best_step": 0, "config": {"argv": ["--fsdp"]}}
         weights, optimizers = self.model.state_dict(), self.optimizers.state_dict()
         state = {"model": weights, "optimizers": optimizers, **more}
-        return dict.fromkeys(checkpoint.ENTRIES) | state
+        return {name: kind() for name, kind in checkpoint.ENTRIES.items()} | state
 
 
 def close(numbers, expected) -> bool:

@@ -156,7 +156,7 @@ def test_out_of_memory_is_one_line_that_names_the_flags(store_dir, monkeypatch):
 
     monkeypatch.setattr(train, "assemble", out_of_memory)
     message = refusal(train.main, f"{SMALL} --data {store_dir} --out new".split())
-    assert "--micro-batch-size 8 is too much" in message and "--checkpoint-activations" in message
+    assert "--micro-batch-size 8, is too much" in message and "--checkpoint-activations" in message
 
 
 # ---- the first lines
