@@ -104,7 +104,9 @@ def test_find_has_no_fallback_to_another_checkpoint(tmp_path):
     assert "holds no checkpoint" in refusal(find, tmp_path, "last")
     path = save_step(tmp_path)
     assert find(tmp_path, str(path)) == find(path, "last") == path
-    for which in ("best", "previous", str(tmp_path / "step-00000008.pt")):
+    assert find(tmp_path, path.name) == path
+    assert "has no best checkpoint" in refusal(find, tmp_path, "best")
+    for which in ("previous", str(tmp_path / "step-00000008.pt")):
         message = refusal(find, tmp_path, which)
         assert message.startswith("checkpoint ") and message.endswith(f"holds {path.name}")
     (tmp_path / "step-00000009.pt").symlink_to("gone")

@@ -46,7 +46,7 @@ CASES = {  # command -> part of its message
     # files
     f"{TRAIN} --data nowhere": "nowhere: not a token store: make one with prepare.py",
     f"{TRAIN} --data words.txt": "words.txt: not a token store",
-    f"{TRAIN} --data S=1,S=1": "'S=1' is not another PATH=WEIGHT",
+    f"{TRAIN} --data S=1,./S=1": "'./S=1' is not another PATH=WEIGHT",
     f"{TRAIN} --data S --tokenizer pd4k": "S: made with tokenizer bytes",
     f"{TRAIN} --init gpt2": "--init gpt2: not found; name weights on disk: nothing is downloaded",
     f"{TRAIN} --init words.txt": "--init words.txt: cannot be loaded",
@@ -55,6 +55,9 @@ CASES = {  # command -> part of its message
     f"train {SMALL} --data S --out R": "--out R is not an empty folder: name a new one",
     f"train {SMALL} --data S --out full": "--out full is not an empty folder",
     f"train {SMALL} --data S --out gone": "--out gone is not an empty folder",
+    f"train {SMALL} --data S --out gone/x": "gone is read-only or no folder: name one elsewhere",
+    "train --resume --out renamed": "--resume: config.json of renamed is gone: put it back",
+    "train --resume --out words.txt": "--resume: words.txt holds no run; name one with --out",
     "train --resume": "--resume: runs/ holds no run; name one with --out",
     "train --resume --out full": "--resume: full holds no run",
     "train --resume --out R --tokens 9": "--tokens 9 is less than the 512 of R",
@@ -76,6 +79,7 @@ CASES = {  # command -> part of its message
     "evaluate renamed": "renamed/step-00000009.pt is that of step 2: give it its name back",
     "evaluate R --by-document S/meta.json": "--by-document S/meta.json: name a new file",
     "report R --out S/meta.json": "--out S/meta.json: name a page, such as compared.html",
+    "report typed": "typed: log.jsonl is damaged: AttributeError",
     "report listed": "listed: log.jsonl is damaged: KeyError 'config'",
     "packing 100 abc": "100 abc: name lengths in tokens, or a folder",
     "packing -5": "-5: name lengths in tokens, or a folder",
@@ -101,10 +105,11 @@ def place(store_dir, run_of, tmp_path_factory):
     torch.save({"wte": torch.ones(3)}, place / "foreign.pt")
     (place / "damaged").mkdir()
     (place / "damaged/step-00000001.pt").write_bytes(b"PK")
-    for name, step in ("copied", 2), ("renamed", 9), ("listed", 2):
+    for name, step in ("copied", 2), ("renamed", 9), ("listed", 2), ("typed", 2):
         (place / name).mkdir()
         shutil.copy(place / "R/step-00000002.pt", place / name / f"step-{step:08d}.pt")
     (place / "copied/config.json").write_text('{"run": "another"}')
+    (place / "typed/log.jsonl").write_text('{"event": "run", "config": null}\n')
     (place / "listed/log.jsonl").write_text('[1, 2]\n{"event": "run"}\n')
     (place / "full").mkdir()
     (place / "full/a.txt").write_text("the user's")

@@ -98,6 +98,8 @@ def test_a_store_and_a_run_hold_copies_of_their_tokenizer(tmp_path, monkeypatch,
     assert train.main(f"{flags} --data store --out run".split()) == 0
     Path("store").rename("moved")
     Path("run").rename("kept")
+    for name in ("moved/tokenizer.json", "kept/tokenizer.copy.tiktoken"):
+        Path(name).write_text("somebody else's")
     sample.main(["kept", "--prompt", "Call me", "--tokens", "1"])
     assert "\nCall me" in capsys.readouterr().out
     evaluate.main(["kept", "--checkpoint", "kept/step-00000001.pt", "--data", "moved"])

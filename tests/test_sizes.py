@@ -150,9 +150,10 @@ def test_micro_batches_share_rows_evenly():
     assert "16 x --micro-batch-size 1 x" in refusal(rows, 17, 16)
 
 
-def test_out_of_memory_is_one_line_that_names_the_flags(store_dir, monkeypatch):
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, RuntimeError])
+def test_out_of_memory_is_one_line_that_names_the_flags(kind, store_dir, monkeypatch):
     def out_of_memory(*_, **more):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore")
+        raise kind("DefaultCPUAllocator: can't allocate memory: 2 GiB.\nMore")
 
     monkeypatch.setattr(train, "assemble", out_of_memory)
     message = refusal(train.main, f"{SMALL} --data {store_dir} --out new".split())

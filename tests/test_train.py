@@ -256,9 +256,14 @@ def test_runs_are_numbered_and_resume_finds_the_newest(store_dir, tmp_path, monk
     assert [folder.name for folder in folders] == ["gpt-nano-1", "gpt-nano-2"]
     assert read_log(folders[0])[0]["config"]["data.tokenizer"] == "bytes"
     before = (folders[1] / "log.jsonl").read_bytes()
+    (tmp_path / "runs/exported").mkdir()
+    (tmp_path / "runs/exported/config.json").write_text("{}")  # newer, but not of a run
     assert train.main(["--resume"]) == 0
     assert "runs/gpt-nano-2 is finished" in capsys.readouterr().out
     assert (folders[1] / "log.jsonl").read_bytes() == before
+    (tmp_path / "runs").rename("other")
+    (tmp_path / "runs").symlink_to("nowhere")
+    assert "--out runs is not an empty folder" in refusal(train.main, [*flags.split()])
 
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])

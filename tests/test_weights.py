@@ -337,7 +337,9 @@ def test_a_broken_file_or_one_without_a_state_dict_changes_nothing(tmp_path):
     whole = path.read_bytes()
     torn = [EXAMPLE[:size] for size in range(0, len(EXAMPLE), 5)]
     path = path.rename(tmp_path / "model.safetensors")
-    for content in [*torn, EXAMPLE.replace(b'"U8"', b'"F8"'), whole[: len(whole) // 2]]:
+    changes = [(b'"U8"', b'"F8"'), (b"[8,11]", b"[7,10]"), (b"[3,1]", b"[-1]  ")]
+    edited = [EXAMPLE.replace(*change) for change in changes]
+    for content in [*torn, *edited, EXAMPLE + b"junk", whole[: len(whole) // 2]]:
         path.write_bytes(content)
         assert_refused(model, path, "cannot be loaded")
 
@@ -358,6 +360,10 @@ UNSUPPORTED = [
     (GPT2 | {"moe": 1, "alibi": 1}, "unknown keys in config.json: alibi, moe"),
     (GPT2 | {"activation_function": "relu"}, "activation must be gelu_new or gelu, got 'relu'"),
     (GPT2 | {"bias": False}, "bias must be True, not False"),
+    (GPT2 | {"n_head": True}, "model.heads must be at least 1, got True"),
+    (LLAMA | {"max_position_embeddings": "64"}, "data.seq_len must be at least 8"),
+    (LLAMA | {"intermediate_size": -1}, "model.mlp_width must be at least 1"),
+    (LLAMA | {"num_key_value_heads": 3}, "divide --heads 4 (with the settings of /"),
     (GPT2 | {"n_head": 3}, "n_head must divide the width"),
     (GPT2 | {"n_head": 0}, "model.heads must be at least 1, got 0"),
     (LLAMA | {"rope_scaling": "yarn"}, "rope_type yarn"),
