@@ -9,6 +9,7 @@ from conftest import build, refusal
 
 import config
 from config import Config, resumed
+from support.numbers import whole_number
 from support.settings import flattened, settings_of
 
 FLAGS = {n: s for n, s in settings_of(Config).items() if s.flag}
@@ -27,13 +28,7 @@ def test_defaults_follow_the_size():
 
 def test_counts_accept_suffixes_and_zero_where_it_means_never():
     assert whole_number("9007199254740993") == 2**53 + 1, "a float would be one less"
-    numbers = {
-        "4096": 4096,
-        "2e6": 2e6,
-        "8k": 8000,
-        "1.5B": 1.5e9,
-        "2.05M": 2.05e6,
-    }
+    numbers = {"4096": 4096, "2e6": 2e6, "8k": 8000, "1.5B": 1.5e9, "2.05M": 2.05e6}
     for text, number in numbers.items():
         assert build(f"--tokens {text} --batch-tokens 2048").optim.tokens == number
     never = build("--eval-every 0 --checkpoint-every 0 --warmup-tokens 0 --grad-clip 0 --seed 0")
