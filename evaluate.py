@@ -189,15 +189,10 @@ class Evaluation:
                 of_pair = scorer.sums(pair_scores, 2, part.store, part.pairs)
                 right, pairs = of_pair.sum(axis=1)
             chosen = np.arange(len(part.documents)) if part.is_whole else np.unique(numbers)
-            scores = DocumentScores(
-                numbers=chosen + part.documents.start,
-                nats=nats[chosen],
-                targets=targets[chosen].astype(np.int64),
-                bytes=size[chosen].astype(np.int64),
-                nsp_accuracy=right / pairs if pairs else None,
-                nsp_pairs=int(pairs) or None,
-            )
-            of_each.append(scores)
+            counts = (column[chosen].astype(np.int64) for column in (targets, size))
+            of_pairs = (right / pairs, int(pairs)) if pairs else ()
+            numbers = chosen + part.documents.start
+            of_each.append(DocumentScores(numbers, nats[chosen], *counts, *of_pairs))
         return of_each
 
     def score_targets(self, model: nn.Module, runtime: Runtime, batch: Batch) -> tuple[Tensor, ...]:

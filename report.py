@@ -292,8 +292,10 @@ def results_of(logs: list[RunLog]) -> dict[str, str]:
     dropped = max(1 - mean["layer_tokens"] / (settings["model.layers"] * positions), 0.0)
     state = f"{min(mean[AXIS] / settings['optim.tokens'], 1):.0%} of its budget"
     state = "finished" if len(ended) == len(logs) else state
-    torn = sum(len(log.lines["torn"]) for log in logs)
-    damaged = f", without {several(torn, 'damaged line')} of the log" if torn else ""
+    ends = [max([log.at("step"), *(line["step"] for line in log.held_out)]) for log in logs]
+    missing = [int(end) - len(log.steps["step"]) for end, log in zip(ends, logs, strict=True)]
+    lost = max(sum(missing), sum(len(log.lines["torn"]) for log in logs))
+    damaged = f", without {several(lost, 'line')} that its log has lost: do not compare its cost"
     rate = f"{short(mean['real_tokens'] / (60 * minutes))} raw tokens per second"
     speeds = [log.at(AXIS) / (log.at("minutes") or math.inf) for log in logs]
     if max(speeds) > 1.25 * min(speeds):  # the machine was not equally fast
@@ -302,7 +304,7 @@ def results_of(logs: list[RunLog]) -> dict[str, str]:
         "Held-out loss": cell(loss, f"{BITS} {'at the end ' if ended else ''}{text}"),
         "Dropped": cell(f"{dropped:.1%}", "of layer-tokens"),
         "Padding": cell(f"{1 - mean['real_tokens'] / positions:.1%}", "of positions"),
-        "Progress": cell(state, f"step {mean['step']:,.0f}{damaged}"),
+        "Progress": cell(state, f"step {mean['step']:,.0f}{damaged if lost else ''}"),
         "Consumed tokens": cell(short(mean[AXIS]), f"of {short(settings['optim.tokens'])}"),
         "Raw tokens": cell(short(mean["real_tokens"]), f"{mean['epochs']:.3g} epochs"),
         "FLOPs": cell(short(mean["flops"], "FLOP"), "of matrix products"),

@@ -157,7 +157,7 @@ def refusing_damage(path: Path) -> Iterator[None]:
         raise
     except Exception as error:  # zipfile, pickle and torch raise many kinds for a bad file
         why = (str(error) or type(error).__name__).splitlines()[0]
-        advice = "; delete it to resume from the one before" if path.stem[:5] == "step-" else ""
+        advice = "; delete it to resume from one before" if path.stem[:5] == "step-" else ""
         raise ValueError(f"{path} is damaged or no checkpoint: {why}{advice}") from None
 
 

@@ -275,6 +275,8 @@ class Run:
 
     def open_log(self) -> None:
         file = self.opened.enter_context((self.folder / "log.jsonl").open("ab+"))
+        if file.tell() < self.log_size:
+            self.runtime.say(f"warning: {file.name} has lost lines: its report counts less")
         size = file.truncate(min(self.log_size, file.tell()))
         file.seek(max(size - 1, 0))
         if file.read(1) not in (b"", b"\n"):

@@ -206,7 +206,12 @@ def test_a_truncated_line_is_skipped_and_counted_and_missing_fields_are_nan(make
     lines[1]["mfu"] = None
     del lines[2]["mfu"]
     log = read_run(save_log(make("b"), [*lines, '{"event": "tra']))
-    assert "without 1 damaged line" in report.results_of([log])["Progress"]
+    assert "without 1 line that its log has lost" in report.results_of([log])["Progress"]
+    older = read_run(
+        save_log(make("c"), [line for line in lines if line.get("step") not in (2, 3)])
+    )
+    assert "without 2 lines that its log has lost" in report.results_of([older])["Progress"]
+    assert "lost" not in report.results_of([read_run(make("d"))])["Progress"]
     assert np.isnan(log.steps["mfu"]).tolist() == [True, True, False, False]
     assert np.isnan(log.steps["pool"]).all()
     others = whole.keys() - {"mfu"}

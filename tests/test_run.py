@@ -100,6 +100,11 @@ def test_a_log_that_was_edited_loses_no_line_and_a_foreign_one_is_refused(folder
     log.write_text(log.read_text().replace('"event": "run"', '"event":  "run"', 1))
     assert train.main(["--resume", "--out", "run"]) == 0
     assert [s["step"] for s in read_log(folder, "train")] == [*range(1, before[-1]["step"] + 1)]
+    checkpoint.find(folder, "last").unlink()
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:3]))
+    capsys.readouterr()
+    assert train.main(["--resume", "--out", "run"]) == 0
+    assert "warning: run/log.jsonl has lost lines" in capsys.readouterr().out
     log.write_text(log.read_text().replace(before[0]["run"], "another"))
     resume_fails(folder, "log.jsonl belongs to another run than .*config.json: put its own back")
 
