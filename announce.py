@@ -75,6 +75,10 @@ def data(plan: Plan) -> str:
     text = f"{plan.store.meta['train_tokens']:,} training tokens in {plan.store.path}"
     if isinstance(plan.samples, MixedSamples):
         text = f"{text}; {plan.samples.passes(plan.settings.optim.tokens)}"
+    for part in getattr(plan.samples, "parts", [plan.samples]):
+        if part.store.has_prompts and part.too_long:
+            longer = f"{several(part.too_long, 'document')} of {part.store.path} longer than a row"
+            text = f"{text}; {longer}, cut: --seq-len {part.longest} would cut none"
     return text
 
 

@@ -100,7 +100,7 @@ class BertTask:
         """With --nsp, turn the drawn spans into pairs."""
         return sentence_pairs(spans, *key) if self.nsp else data.as_pieces(spans)
 
-    def targets(self, rows: data.Rows) -> np.ndarray:
+    def targets(self, store: AnyStore, rows: data.Rows) -> np.ndarray:
         return masked_tokens(rows.lengths)
 
     def batch(
@@ -133,7 +133,7 @@ class BertTask:
             masked=torch.from_numpy(at[masked]),
             answers=answers,
         )
-        return self.weighted(batch, all_rows) if are_pairs or self.per_piece else batch
+        return self.weighted(batch, store, all_rows) if are_pairs or self.per_piece else batch
 
     def mask(
         self, tokens: np.ndarray, place: np.ndarray, piece: np.ndarray, *key: object
@@ -149,7 +149,7 @@ class BertTask:
         masked = is_text[chosen]
         return masked, hide(tokens[masked], what[chosen], self.special_ids)
 
-    def weighted(self, batch: BertBatch, all_rows: data.Rows) -> BertBatch:
+    def weighted(self, batch: BertBatch, store: AnyStore, all_rows: data.Rows) -> BertBatch:
         """Set the weights of the targets.
 
         All answers of a step together weigh as much as all its masked tokens: the loss is the mean
@@ -162,7 +162,8 @@ class BertTask:
             weights = data.equal_pieces(is_masked, batch.doc_ids)
         if batch.answers is not None:
             answers = int((answers_of(all_rows.pieces) != IGNORE).sum())
-            weights.view(-1)[batch.answers] = data.loss_divisor(self, all_rows) / max(answers, 1)
+            divisor = data.loss_divisor(self, store, all_rows)
+            weights.view(-1)[batch.answers] = divisor / max(answers, 1)
         return replace(batch, weights=weights)
 
 

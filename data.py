@@ -97,6 +97,8 @@ class Samples:
     """
 
     def __init__(self, store: Store, kind: str, seq_len: int, split: str = "train"):
+        # a row of the stream would begin anywhere in a prompt or an answer
+        kind = "pieces" if kind == "rows" and store.has_prompts else kind
         self.store, self.kind, self.seq_len, self.split = store, kind, seq_len, split
         self.without_eot = kind in ADDED_TOKENS
         self.special_tokens = ADDED_TOKENS.get(kind, 0)
@@ -109,6 +111,15 @@ class Samples:
         self.tokens = int(lengths.sum())  # without a BERT's special tokens
         pieces = -(-lengths // self.max_piece_len)  # of each document
         self.first_ids = np.concatenate(([0], np.cumsum(pieces)))  # (documents + 1,)
+        self.listed: np.ndarray | None = None  # (n, 2) the spans, if they do not follow from these
+        self.longest, self.too_long = int(lengths.max(initial=0)), int((pieces > 1).sum())
+        if store.has_prompts:
+            if self.without_eot:
+                advice = "choose --model gpt, or prepare it with --loss-on all"
+                raise ValueError(f"{store.path}: has prompts, which a BERT does not know: {advice}")
+            documents = np.stack((offsets[:-1], offsets[1:]), axis=1)
+            self.listed = fitted(store, documents, self.max_piece_len)
+            self.tokens, self.first_ids = int(np.diff(self.listed).sum()), [0, len(self.listed)]
         if len(self) == 0:
             raise ValueError(f"{store.path} has no {SPLITS[split]} document: use another --holdout")
 
@@ -120,6 +131,8 @@ class Samples:
 
         Example: documents 0..5 and 5..6, at 2 tokens a piece: (0, 2), (2, 4), (4, 5), (5, 6)
         """
+        if self.listed is not None:
+            return self.listed[ids]
         document = np.searchsorted(self.first_ids, ids, side="right") - 1
         start = self.offsets[document] + (ids - self.first_ids[document]) * self.max_piece_len
         stop = self.offsets[document + 1] - self.without_eot
@@ -166,6 +179,23 @@ def cut(spans: np.ndarray, max_piece_len: int) -> np.ndarray:
     counts = -(-(stop - start) // max_piece_len)
     first = np.repeat(start, counts) + max_piece_len * numbered(counts)
     return np.stack((first, np.minimum(first + max_piece_len, np.repeat(stop, counts))), axis=1)
+
+
+def fitted(store: AnyStore, spans: np.ndarray, max_piece_len: int) -> np.ndarray:
+    """Cut spans (N, 2) into pieces (n, 2) as `cut` does, without losing or dividing an answer.
+
+    Of a span that is too long only the end stays, if all its targets are there: the whole answer
+    and the end of the prompt. Pieces without a target are left out. Text has targets everywhere, so
+    it is only cut.
+
+    Example: a prompt 0..6 and its answer 6..9 are [[4, 9]] at 5 tokens a piece, and at 2 tokens
+             [[6, 8], [8, 9]]
+    """
+    start, stop = spans.T
+    late = np.maximum(start, stop - max_piece_len)
+    start = np.where(store.targets_in(start, late) == 0, late, start)
+    pieces = cut(np.stack((start, stop), axis=1), max_piece_len)
+    return pieces[store.targets_in(*pieces.T) > 0]
 
 
 def numbered(counts: np.ndarray) -> np.ndarray:
@@ -295,9 +325,9 @@ class GptTask:
         """Decide how the drawn spans (n, 2) are read, with random numbers by this key."""
         return as_pieces(spans)
 
-    def targets(self, rows: Rows) -> np.ndarray:
+    def targets(self, store: AnyStore, rows: Rows) -> np.ndarray:
         """Count the targets of each piece (n,), without reading any text."""
-        return rows.lengths - rows.pieces["seen"]
+        return store.targets_in(rows.pieces["start"] + rows.pieces["seen"], rows.pieces["stop"])
 
     def batch(
         self, store: AnyStore, rows: Rows, seq_len: int, all_rows: Rows, *key: object
@@ -309,12 +339,12 @@ class GptTask:
         return replace(batch, weights=equal_pieces(batch.targets != IGNORE, batch.doc_ids))
 
 
-def loss_divisor(task, rows: Rows) -> int:
+def loss_divisor(task, store: AnyStore, rows: Rows) -> int:
     """Return what the sum of a step's losses is divided by: its targets, or its pieces.
 
     Only lengths are needed, so a rank knows it for all ranks without reading their rows.
     """
-    return len(rows.pieces) if task.per_piece else int(task.targets(rows).sum())
+    return len(rows.pieces) if task.per_piece else int(task.targets(store, rows).sum())
 
 
 def collate(store: AnyStore, rows: Rows, seq_len: int) -> Batch:
@@ -329,7 +359,8 @@ def collate(store: AnyStore, rows: Rows, seq_len: int) -> Batch:
     before = store.tokens.take(place - 1, mode="clip")
     before[place == 0] = end_of_text
     store.check_tokens(text.max(initial=0))
-    targets = np.where(position < rows.pieces["seen"][piece], IGNORE, text.astype(np.int64))
+    is_target = (position >= rows.pieces["seen"][piece]) & (store.targets_in(place, place + 1) > 0)
+    targets = np.where(is_target, text.astype(np.int64), IGNORE)
     scatter = partial(scattered, at, (len(rows), seq_len))
     doc_ids = scatter(numbered(np.diff(rows.offsets))[piece], fill=-1)
     return Batch(

@@ -323,8 +323,8 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"{args.run}: the model's loss on this text is not finite")
     name = args.run if args.checkpoint in ("last", "best") else args.checkpoint
     lines = [f"{name}, step {state['step']}: held-out {result}, on {evaluation.description}"]
-    size = f"{result.targets:,} targets, {result.bytes:,} bytes"
-    lines.append(f"{result.val_loss:.4f} nats per target, over {size}")
+    loss = f"{result.val_loss:.4f} nats per target, a perplexity of {np.exp(result.val_loss):,.2f}"
+    lines.append(f"{loss}, over {result.targets:,} targets, {result.bytes:,} bytes")
     if file:
         scores, part = of_each[0], evaluation.parts[0]
         runtime.on_rank0(lambda: scores.save(file))

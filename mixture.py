@@ -84,6 +84,18 @@ class Mixture:
     names: tuple[str, ...]
     tokens: "MixedTokens"
 
+    @property
+    def has_prompts(self) -> bool:
+        return any(part.has_prompts for part in self.parts)
+
+    def targets_in(self, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+        """Count the targets in spans (n,), each inside one store."""
+        counts = stop - start
+        for number, chosen in by_part(self.tokens.starts, start) if self.has_prompts else ():
+            ends = (x[chosen] - self.tokens.starts[number] for x in (start, stop))
+            counts[chosen] = self.parts[number].targets_in(*ends)
+        return counts
+
     check_tokenizer = Store.check_tokenizer
     check_tokens = Store.check_tokens
 

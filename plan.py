@@ -46,7 +46,7 @@ from analyze import rankings_of
 from bert import check_pairs
 from config import Config, Task, samples_kind
 from curriculum import SCAN, Curriculum, Limits, Pool, parse_metrics
-from data import Rows, Samples, cut, loss_divisor, open_samples, reshape, reshaped_len
+from data import Rows, Samples, fitted, loss_divisor, open_samples, reshape, reshaped_len
 from mixture import AnyStore, MixedSamples
 from model import Batch, TransformerConfig
 from support.clock import MULTIPLE, Clock, Cursor, StepContext, effective_tokens, seed_of, shuffled
@@ -108,6 +108,8 @@ class Plan:
             rankings = rankings_of(self.samples, flags.metrics, runtime)
             pacings = parse_metrics(flags, seq_len, settings.pack.on)
             self.curriculum = Curriculum(pacings, settings.optim.schedule_tokens, seq_len, rankings)
+            if self.curriculum.reshapes and store.has_prompts:
+                raise ValueError("--curriculum seqlen-reshape would divide answers: use seqlen")
 
     def __call__(self, clock: Clock) -> Step:
         """Plan the step after this clock, and read this rank's rows."""
@@ -120,7 +122,7 @@ class Plan:
             batch=batch.to(runtime.device),
             row_numbers=on_device(torch.from_numpy(numbers), runtime.device),
             window=window,
-            divisor=loss_divisor(self.task, window.rows),
+            divisor=loss_divisor(self.task, self.store, window.rows),
             context=context,
             tokens_by_layer=self.tokens_by_layer(context, window.seq_len),
             before=clock,
@@ -202,7 +204,7 @@ class Plan:
         the steps by length. Sorted by the draw of their first piece instead, rows are as shuffled
         as the samples.
         """
-        spans = cut(spans, limits.max_piece_len - self.special_tokens)
+        spans = fitted(self.store, spans, limits.max_piece_len - self.special_tokens)
         pieces = self.task.pieces(spans, *key)
         lengths = pieces["stop"] - pieces["start"] + self.special_tokens
         config = self.settings.pack
@@ -222,6 +224,8 @@ class Plan:
             seq_len = reshaped_len(self.seq_len, limit=seq_len)
             rows = reshape(spans, self.seq_len, seq_len)
             return Window(rows, seq_len, limits._replace(max_piece_len=seq_len), after)
+        if self.store.has_prompts:  # truncated, some would have no target
+            spans = fitted(self.store, spans, seq_len)
         start, stop = spans.T
         stop = np.minimum(stop, start + seq_len - self.special_tokens)
         if limits.pool:
@@ -257,7 +261,10 @@ class Plan:
         rows, positions = window.rows, len(window.rows) * window.seq_len
         length = rows.lengths + self.special_tokens
         filled, seen = rows.sum_by_row(length), rows.sum_by_row(rows.pieces["seen"])
-        squares, targets = rows.sum_by_row(length**2), int(self.task.targets(rows).sum())
+        squares, targets = (
+            rows.sum_by_row(length**2),
+            int(self.task.targets(self.store, rows).sum()),
+        )
         about = {"filled": filled, "squares": squares, "targets": targets}
         flops = flops_of_step(self.model, window.seq_len, tokens_by_layer, **about)
         consumed = effective_tokens(filled, seen, tokens_by_layer, self.seq_len)

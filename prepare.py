@@ -7,6 +7,12 @@ One document is: a file of plain text (or a part of it, with --split-on), a line
 file that cannot be read is an error if it is named on the command line; in a folder it is skipped
 and reported.
 
+Lines and rows without text may say which of their tokens are targets, for fine-tuning:
+
+    {"prompt": "2 + 2 =", "completion": " 4"}           the completion and end-of-text are
+    {"segments": [{"text": "Hi", "loss": false}, ...]}  those with "loss": true are; end-of-text
+                                                        if the last segment is
+
 Held-out documents are chosen by hash. Of documents d, a, b and c, --holdout 2 holds out d, whose
 crc32 is even, as about one in two is: the store has the tokens of a, b and c, and then those of d,
 which training never reads. From a single text, and from a file of tokens, the end is held out.
@@ -33,7 +39,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, groupby, islice
+from itertools import accumulate, chain, groupby, islice, pairwise
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -92,20 +98,20 @@ def prepare(inputs: Sequence[str | Path], out: Path, encoding: Encoding, **optio
     corpus = Corpus(inputs, **options)
     documents = corpus.documents()
     notes = dict.fromkeys(NOTES, 0)
-    # encode_ordinary would hold the GIL while it builds a list of ints; encode_to_numpy does not
-    encode = partial(encoding.encode_to_numpy, disallowed_special=())
     with store.atomic_folder(out) as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         writer = store.StoreWriter(folder, encoding)
         while batch := list(islice(documents, BATCH)):
-            encoded = pool.map(encode, [doc.text for doc in batch])
-            for doc, ids in zip(batch, encoded, strict=True):
-                if len(ids):
-                    writer.append(np.append(ids, encoding.eot_token), doc.held_out, [len(ids) + 1])
-                notes["skipped"] += len(ids) == 0
-                notes["repeats"] += len(ids) > 0 and doc.is_repeat
+            encoded = pool.map(partial(encode, encoding), batch)
+            for doc, (ids, prompts) in zip(batch, encoded, strict=True):
+                if len(ids) > 1:
+                    writer.append(ids, doc.held_out, [len(ids)], prompts)
+                notes["skipped"] += len(ids) == 1
+                notes["repeats"] += len(ids) > 1 and doc.is_repeat
                 notes["spelled"] += END in doc.text
         if corpus.split_on and not corpus.was_split:
             print(f"warning: --split-on {corpus.split_on!r} cuts no file in two", file=sys.stderr)
+        if corpus.loss_on and "segments" not in corpus.forms:
+            raise ValueError("--loss-on all has no effect, no line has a completion: leave it out")
         unit = "part of a file" if corpus.was_split else "file"
         about = {"document": " or a ".join(sorted(corpus.kinds)).replace("file", unit)}
         about["held_out_by"] = "hash" if corpus.training_characters is None else "tail"
@@ -113,7 +119,22 @@ def prepare(inputs: Sequence[str | Path], out: Path, encoding: Encoding, **optio
         return writer.finish(inputs, **notes, **about)
 
 
+def encode(encoding: Encoding, doc: "Document") -> tuple[np.ndarray, list[tuple[int, int]]]:
+    """Return the tokens of a document with its end-of-text, and the spans that are no targets."""
+    parts = doc.segments or [(doc.text, True)]
+    # encode_ordinary would hold the GIL while it builds a list of ints; encode_to_numpy does not
+    ids = [encoding.encode_to_numpy(text, disallowed_special=()) for text, _ in parts]
+    ids[-1] = np.append(ids[-1], encoding.eot_token)
+    spans = pairwise(accumulate(map(len, ids), initial=0))
+    pairs = zip(spans, parts, strict=True)
+    prompts = [(a, b) for (a, b), (_, is_target) in pairs if a < b and not is_target]
+    return np.concatenate(ids), prompts
+
+
 # ---- documents
+
+
+Segments = Sequence[tuple[str, bool]]  # parts of a document, and whether they are targets
 
 
 class Document(NamedTuple):
@@ -122,6 +143,7 @@ class Document(NamedTuple):
     text: str
     held_out: bool
     is_repeat: bool = False  # has the text of an earlier document
+    segments: Segments = ()  # each is encoded by itself; none: the text is, and all is a target
 
 
 @dataclass
@@ -144,10 +166,12 @@ class Corpus:
     holdout: int = 20  # 0 holds nothing out, 1 everything
     split_on: str | None = None  # what separates documents in plain text: blank-line, or a string
     text_column: str = "text"  # the field or column with the text
+    loss_on: str | None = None  # all: segments are read as one text
 
     def __post_init__(self):
         self.files, self.skipped = [], []
         self.was_split = False  # by `split_on`, as far as files have been read
+        self.forms: dict[str, str] = {}  # "text" or "segments" -> where it was read first
         given = [(Path(g), path, name) for g in self.paths for path, name in input_files(g)]
         originals = {os.path.realpath(path) for _, path, _ in given if not path.is_symlink()}
         for named, path, name in given:
@@ -184,40 +208,76 @@ class Corpus:
         """Yield all documents; the hash of each, or of the first one of its text, decides."""
         sides: dict[int, bool] = {}  # by a hash of 64 bits
         for path, name, kind in self.files:
-            for id, text in self._read(path, name, kind):
+            for id, text, segments in self._read(path, name, kind):
                 key = hash("".join(text.split()))  # whatever its blanks and line ends
                 is_repeat = key in sides
                 crc32 = zlib.crc32((text if id is None else id).encode())
                 held_out = self.holdout > 0 and crc32 % self.holdout == 0
-                yield Document(text, sides.setdefault(key, held_out), is_repeat)
+                yield Document(text, sides.setdefault(key, held_out), is_repeat, segments)
 
     def _before_the_tail(self) -> int | None:
         """Count the characters before the last 1/holdout; None if hashes give both sides text."""
         characters = [0, 0]  # for training, held out
-        for text, held_out, is_repeat in self._by_hash():
-            characters[held_out] += 0 if is_repeat else len(text)
+        for doc in self._by_hash():
+            characters[doc.held_out] += 0 if doc.is_repeat else len(doc.text)
             if all(characters):
                 return None
         return sum(characters) * (self.holdout - 1) // self.holdout
 
-    def _read(self, path: Path, name: str, kind: str) -> Iterator[tuple[str | None, str]]:
-        """Yield the id, or None, and the text of each document in a file."""
+    def _read(self, path: Path, name: str, kind: str) -> Iterator[tuple]:
+        """Yield the id, or None, the text and the segments, if any, of each document in a file."""
         if kind == "file":
             for number, text in enumerate(split_text(text_blocks(path), self.split_on)):
                 self.was_split |= number > 0
-                yield name if self.split_on is None else None, text
+                self._note_form("text", str(path))
+                yield name if self.split_on is None else None, text, []
             return
         rows = read_parquet(path, self.text_column) if kind == "row" else read_lines(path)
         for number, fields in rows:
             id, text = fields.get("id"), fields.get(self.text_column, 0)
+            segments, where = [], f"{path}:{number}"
+            if fields.keys() & PARTS:
+                self._note_form("segments", where)
+            if fields.keys() & PARTS and text == 0:
+                segments = segments_of(fields, where)
+                text = "".join(text for text, _ in segments)
+            else:
+                self._note_form("text", where)
             if not isinstance(text, str | None):
                 why = f"has no string under --text-column {self.text_column}"
-                raise ValueError(f"{path}:{number}: {why}, of its fields {', '.join(fields)}")
+                raise ValueError(f"{where}: {why}, of its fields {', '.join(fields)}")
             try:
                 f"{id}{text}".encode()
             except UnicodeEncodeError:
-                raise ValueError(f"{path}:{number}: has half of a surrogate pair") from None
-            yield None if id is None else str(id), text or ""
+                raise ValueError(f"{where}: has half of a surrogate pair") from None
+            yield None if id is None else str(id), text or "", [] if self.loss_on else segments
+
+    def _note_form(self, form: str, where: str) -> None:
+        """Refuse text beside segments, because some answers would then be trained on as text."""
+        self.forms.setdefault(form, where)
+        if len(self.forms) > 1 and not self.loss_on:
+            both = " and ".join(f"{first} has {known}" for known, first in self.forms.items())
+            raise ValueError(f"{both}: prepare them separately, or add --loss-on all")
+
+
+PARTS = {"segments", "prompt", "completion"}  # fields of a document that is not all target
+
+
+def segments_of(fields: dict[str, object], where: str) -> Segments:
+    """Return the segments of a line or row; ValueError, naming it, if none is a target."""
+    listed, needs = fields.get("segments"), 'segments, each {"text": "...", "loss": true or false}'
+    if "segments" not in fields:
+        listed = [dict(text=fields.get("prompt"), loss=False)]
+        listed.append(dict(text=fields.get("completion"), loss=True))
+        needs = "a prompt, which may be empty, and a completion"
+    try:
+        segments = [(part["text"], part["loss"]) for part in listed]
+    except (KeyError, TypeError):
+        segments = []
+    are_valid = all(isinstance(text, str) and isinstance(loss, bool) for text, loss in segments)
+    if not (are_valid and any(text and is_target for text, is_target in segments)):
+        raise ValueError(f"{where}: needs {needs}, with some text to learn")
+    return segments
 
 
 # ---- files
@@ -362,10 +422,12 @@ def hold_out_tail(documents: Iterable[Document], training: int, holdout: int) ->
     """
     reach = training // holdout // 2  # about half of the held-out text
     cuts: dict[int, int] = {}  # by the hash of the text: where its held-out part begins
-    for text, _, is_repeat in documents:
+    for text, _, is_repeat, segments in documents:
         cut = cuts.setdefault(hash(text), find_cut(text, training, reach))
         training -= 0 if is_repeat else len(text)
-        if 0 < cut < len(text):
+        if segments:  # stay whole
+            yield Document(text, cut < len(text), is_repeat, segments)
+        elif 0 < cut < len(text):
             yield Document(text[:cut], False, is_repeat)
             yield Document(text[cut:], True, is_repeat)
         else:
@@ -468,6 +530,8 @@ def print_summary(meta: dict) -> None:
     print(f"documents {meta['documents']:>14,}   each a {meta['document']}")
     print(f"tokens    {meta['tokens']:>14,}   {bytes_each:.3f} bytes per token")
     print(f"held out  {held_out:>14,}   documents, {held_out_tokens:,} tokens{tail}")
+    if "targets" in meta:
+        print(f"targets   {meta['targets']:>14,}   tokens to learn; the others are only read")
     for name in NOTES:
         if meta.get(name):
             print(f"{name:<9} {meta[name]:>14,}   {NOTES[name]}")
@@ -501,13 +565,14 @@ def main(argv: list[str] | None = None) -> None:
     flag("--holdout", type=whole_number, metavar="N", help="hold out 1 document in N; 0: none (20)")
     flag("--split-on", help=r"cut plain text at each blank-line, or each string such as '\n---\n'")
     flag("--text-column", help="the field or column with the text (text)")
+    flag("--loss-on", choices=["all"], help="read prompts and completions as plain text")
     given = {name: v for name, v in vars(parser.parse_args(argv)).items() if v is not None}
     inputs, out = given.pop("inputs"), given.pop("out")
     if bool(inputs) == ("tokens_from" in given):
         raise ValueError("name either files and folders to read, or --tokens-from TRAIN.BIN")
     if os.path.lexists(out):
         raise ValueError(f"--out {out}: exists already: remove it or name another folder")
-    unused = {"tokens_dtype"} if inputs else {"learn_ranks", "split_on", "text_column"}
+    unused = {"tokens_dtype"} if inputs else {"learn_ranks", "split_on", "text_column", "loss_on"}
     if wrong := sorted(unused & given.keys()):
         raise ValueError(f"--{wrong[0].replace('_', '-')} has no effect here: leave it out")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:

@@ -7,6 +7,8 @@ A store is a folder. This one holds the documents "ab" and "c", encoded as bytes
     documents.idx   0 3 5                   int64, where each document begins and the last one ends
     meta.json       {"train_documents": 1, "train_tokens": 3, "train_bytes": 2, "documents": 2, ...}
                     counts, the tokenizer's name and fingerprint, sha256 of the files
+    targets.idx     only if some tokens are no targets, such as those of a prompt: how many of the
+                    tokens before each one are, int64. If "a" is a prompt: 0 0 1 2 3 4
     tokenizer.tiktoken  a copy of the tokenizer's ranks, if it is a file
 
 Held-out documents come last. Training reads only the tokens before them, so it never sees one.
@@ -47,18 +49,23 @@ class StoreWriter:
         self.ends = [array("q"), array("q")]  # where documents end, in tokens
         self.tokens = [0, 0]
         self.bytes = [0, 0]
+        self.prompts = [array("q"), array("q")]  # where tokens that are no targets begin and end
 
-    def append(self, ids: np.ndarray, held_out: bool, ends: Iterable[int]) -> None:
+    def append(self, ids: np.ndarray, side: int, ends: Iterable, prompts: Iterable = ()) -> None:
         """Append tokens to the training documents or to the held-out ones.
 
-        Args:    ends where documents end in `ids`, each after its end-of-text; tokens after the
-                      last end begin a document that the next call continues
+        Args:    side    0 for training, 1 for held out
+                 ends    where documents end in `ids`, each after its end-of-text; tokens after the
+                         last end begin a document that the next call continues
+                 prompts spans of `ids` that are no targets
         Example: 97 98 256 99 with ends [3], then 256 with ends [1]: the documents "ab" and "c"
         """
-        self.files[held_out].write(ids.astype(self.dtype))
-        self.ends[held_out].extend(self.tokens[held_out] + end for end in ends)
-        self.tokens[held_out] += len(ids)
-        self.bytes[held_out] += int(self.byte_lengths[ids].sum())
+        first = self.tokens[side]
+        self.files[side].write(ids.astype(self.dtype))
+        self.ends[side].extend(first + end for end in ends)
+        self.prompts[side].extend(first + edge for prompt in prompts for edge in prompt)
+        self.tokens[side] += len(ids)
+        self.bytes[side] += int(self.byte_lengths[ids].sum())
 
     def finish(self, inputs: Sequence[str | Path], **origin: object) -> dict:
         """Append the held-out tokens to the others, and write documents.idx and meta.json.
@@ -80,7 +87,11 @@ class StoreWriter:
             raise ValueError(f"{', '.join(map(str, inputs))}: no document has any text")
         stored = np.memmap(self.folder / "tokens.bin", self.dtype, "r")
         meta = {"format": FORMAT, "dtype": self.dtype.name, **origin}
-        meta["sha256"] = {n: sha256_of(self.folder / n) for n in ("tokens.bin", "documents.idx")}
+        names = ["tokens.bin", "documents.idx"]
+        if any(self.prompts):
+            names.append("targets.idx")
+            meta["targets"] = self.write_targets(self.folder / "targets.idx")
+        meta["sha256"] = {name: sha256_of(self.folder / name) for name in names}
         meta |= {"train_documents": len(trained), "documents": len(trained) + len(tested)}
         meta |= {"train_tokens": self.tokens[0], "tokens": sum(self.tokens)}
         meta |= {"train_bytes": self.bytes[0], "bytes": sum(self.bytes)}
@@ -91,6 +102,16 @@ class StoreWriter:
         (self.folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
         copy_ranks(self.encoding.name, self.folder)
         return meta
+
+    def write_targets(self, file: Path) -> int:
+        """Write how many of the tokens before each one are targets; return how many there are."""
+        training, held_out = (np.array(edges, np.int64) for edges in self.prompts)
+        begin, end = np.concatenate((training, self.tokens[0] + held_out)).reshape(-1, 2).T
+        n = sum(self.tokens)
+        inside = np.cumsum(np.bincount(begin, minlength=n) - np.bincount(end, minlength=n + 1)[:n])
+        before = np.concatenate(([0], np.cumsum(inside == 0)))
+        before.tofile(file)
+        return int(before[-1])
 
 
 # ---- held-out text that also stands in training
@@ -148,12 +169,14 @@ class Store:
     meta      the contents of meta.json; the first meta["train_tokens"] tokens are for training
     tokens    (tokens,) uint16 or uint32
     offsets   (documents + 1,) int64
+    targets_before (tokens + 1,) int64, how many of the tokens before each are targets; None: all
     """
 
     path: Path
     meta: dict
     tokens: np.ndarray
     offsets: np.ndarray
+    targets_before: np.ndarray | None = None
 
     @classmethod
     def open(cls, path: str | Path) -> "Store":
@@ -172,11 +195,26 @@ class Store:
 
         tokens = mapped("tokens.bin", meta["tokens"], meta["dtype"])
         offsets = mapped("documents.idx", meta["documents"] + 1, "int64")
+        has_prompts = "targets.idx" in meta["sha256"]
+        targets_before = mapped("targets.idx", meta["tokens"] + 1, "int64") if has_prompts else None
         ends = [0, meta["train_documents"], meta["documents"]]
-        known = [0, meta["train_tokens"], meta["tokens"], meta["sha256"].get("documents.idx")]
-        if [*offsets[ends].tolist(), sha256_of(path / "documents.idx")] != known:
-            raise ValueError(f"{path}: documents.idx does not match meta.json: prepare it again")
-        return cls(path, meta, tokens, offsets)
+        is_wrong = offsets[ends].tolist() != [0, meta["train_tokens"], meta["tokens"]]
+        for name in ("documents.idx", "targets.idx"):
+            known = meta["sha256"].get(name)
+            if is_wrong or (known and sha256_of(path / name) != known):
+                raise ValueError(f"{path}: {name} does not match meta.json: prepare it again")
+        return cls(path, meta, tokens, offsets, targets_before)
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether some tokens are no targets."""
+        return self.targets_before is not None
+
+    def targets_in(self, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+        """Count the targets in spans of tokens (n,)."""
+        if self.targets_before is None:
+            return stop - start
+        return self.targets_before[stop] - self.targets_before[start]
 
     def check_tokenizer(self, encoding: Encoding) -> None:
         """Refuse a tokenizer whose content differs from the store's, even if its name does not."""
