@@ -14,6 +14,7 @@ attends only to its own document, and the share of the predicted saving that was
                            Krell et al. report 0.956, with padding computed in full (arXiv
                            2107.02027, table 1)
     keep 1/2               half of the tokens, in the layers that --ltd drops from
+    same documents         packed, with the documents of the plain step in fewer rows
     AdamW, Muon            compared with nanoGPT's step with AdamW
 
 On a GPU a step has 32,768 tokens, because small steps would measure the host. There torch's peak
@@ -28,10 +29,13 @@ nanoGPT is not part of this project: clone https://github.com/karpathy/nanoGPT a
     OMP_NUM_THREADS=2 python bench/step.py --nanogpt ../nanoGPT --record   # and add to results/
     OMP_NUM_THREADS=2 python bench/step.py --size 6x128-512 12x256 --steps 4 \\
         --variants packed padded "padded, masked" "short pieces"           # what packing saves
+    python prepare.py corpus/qa.jsonl --out runs/qa; OMP_NUM_THREADS=2 python bench/step.py \\
+        --size qa --variants plain "same documents"                        # prompts and answers
     python bench/step.py --device cuda --size 350M --optimizer adamw --compile --record
 """
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -42,13 +46,11 @@ from measure import Measurement, command_line, quartiles, ratios, recorder, sign
 from torch import nn
 
 import config
-from data import GptTask
+from data import GptTask, open_data
 from model import Transformer
 from plan import Plan, Step
-from prepare import embedded_store
 from support import process, runtime
 from support.clock import Clock
-from support.store import Store
 from train import Trainer, assemble
 
 TOKENS_ON_GPU = 32_768  # in a step
@@ -86,6 +88,7 @@ CASES = {  # by --size
     "350M": Case("--size 350M", 16384, 50304, turns=5),
     "350M-2048": Case("--size 1.3B --width 1024 --seq-len 2048 --pos rope", 16384, 50304, turns=5),
     "1.3B": Case("--size 1.3B", 16384, 50304, turns=6),
+    "qa": Case("--seq-len 256 --data runs/qa", 8192, 4160, turns=15),
     "toy": Case("--layers 4 --heads 2 --width 16 --seq-len 32", 64, 4160, turns=2),  # a dry run
 }
 DEFAULT_CASES = {"cpu": ("6x128", "12x256", "124M"), "cuda": ("124M", "350M", "350M-2048")}
@@ -115,6 +118,7 @@ VARIANTS = {
     "AdamW, exact GELU": Variant(f"{LIKE_NANOGPT} adamw", to=THEIRS, exact_gelu=True),
     "Muon": Variant(f"{LIKE_NANOGPT} muon", to=THEIRS, exact_gelu=True),
     "packed": Variant("--pack", to="plain"),
+    "same documents": Variant("--pack --pack-batch documents", to="plain"),
     "short pieces": Variant("--pack --curriculum seqlen", to="packed"),
     "padded": Variant("--pack --pack-max-per-row 1", to="packed"),
     "padded, masked": Variant("--pack --pack-max-per-row 1", to="packed", dense=True),
@@ -126,7 +130,8 @@ VARIANTS = {
     "keep 1/4": Variant(to="plain", kept_share=1 / 4),
 }
 OURS = [name for name in VARIANTS if name != THEIRS]
-DEFAULT_VARIANTS = [name for name in OURS if "padded" not in name and "offload" not in name]
+NOT_DEFAULT = re.compile("padded|offload|same")
+DEFAULT_VARIANTS = [name for name in OURS if not NOT_DEFAULT.search(name)]
 
 
 # ---- a variant: its steps, and the trainer that makes them
@@ -135,10 +140,10 @@ DEFAULT_VARIANTS = [name for name in OURS if "padded" not in name and "offload" 
 def steps_of(
     settings: config.Config, device: str, count: int, vocab_size: int = 4_160
 ) -> list[Step]:
-    """Plan the first steps of a run on the embedded corpus."""
+    """Plan the first steps of a run."""
     shape = config.transformer_config(settings, vocab_size)
-    store, here = Store.open(embedded_store("pd4k")), runtime.start(device, "auto")
-    plan, clock = Plan(settings, store, GptTask(), here, shape), Clock()
+    here, clock = runtime.start(device, "auto"), Clock()
+    plan = Plan(settings, open_data(settings.data, here).store, GptTask(), here, shape)
     steps = []
     for _ in range(count):
         steps.append(plan(clock))

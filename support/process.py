@@ -168,8 +168,7 @@ class StopSignal:
 
 # ---- memory
 # torch keeps the GPU memory that it frees. On a CPU, glibc returns much of it to the kernel, and
-# the next step gets it back zeroed, one page fault at a time, which takes an eighth of a small step
-# (docs/step.md).
+# the next step gets it back zeroed, one page fault at a time: an eighth of a small step.
 
 # <malloc.h>
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3

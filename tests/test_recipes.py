@@ -17,6 +17,7 @@ from test_readme import commands_of, documents, read
 from kernels.rotary import Scaling
 from model import Transformer, TransformerConfig
 from prepare import write_ranks
+from support.process import ROOT
 from support.published import GPT2_LAYOUT, LLAMA_LAYOUT, published_views, save_file
 
 PAGE = "docs/recipes.md"
@@ -40,6 +41,7 @@ def make_input_files() -> None:
         (Path() / folder).mkdir()
         for number, page in enumerate(pages):
             (Path() / folder / f"{number}.py").write_text(f"# {folder}\n{page}")
+    Path("corpus").symlink_to(ROOT / "corpus")
     torch.manual_seed(0)
     Path("llama").mkdir()
     write_ranks(Path("llama/tokenizer.model"), {bytes([byte]): byte for byte in range(256)})
