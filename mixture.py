@@ -83,10 +83,7 @@ class Mixture:
     weights: tuple[Fraction, ...]  # their sum is 1
     names: tuple[str, ...]
     tokens: "MixedTokens"
-
-    @property
-    def has_prompts(self) -> bool:
-        return any(part.has_prompts for part in self.parts)
+    has_prompts: bool  # whether some tokens of any store are no targets
 
     def targets_in(self, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
         """Count the targets in spans (n,), each inside one store."""
@@ -121,6 +118,7 @@ class Mixture:
             # names of the folders, or their paths if two have the same name
             names=names if len({*names}) == len(names) else tuple(str(p.path) for p in parts),
             tokens=MixedTokens([part.tokens for part in parts]),
+            has_prompts=any(part.has_prompts for part in parts),
         )
 
 
