@@ -261,11 +261,8 @@ class Plan:
         rows, positions = window.rows, len(window.rows) * window.seq_len
         length = rows.lengths + self.special_tokens
         filled, seen = rows.sum_by_row(length), rows.sum_by_row(rows.pieces["seen"])
-        squares, targets = (
-            rows.sum_by_row(length**2),
-            int(self.task.targets(self.store, rows).sum()),
-        )
-        about = {"filled": filled, "squares": squares, "targets": targets}
+        about = {"filled": filled, "squares": rows.sum_by_row(length**2)}
+        about["targets"] = int(self.task.targets(self.store, rows).sum())
         flops = flops_of_step(self.model, window.seq_len, tokens_by_layer, **about)
         consumed = effective_tokens(filled, seen, tokens_by_layer, self.seq_len)
         if consumed == 0:  # the run would never end
