@@ -18,6 +18,7 @@ import torch
 from conftest import refusal
 
 from support.process import ROOT
+from support.store import Store
 
 sys.path.append(str(ROOT / "bench"))
 import first_look as look
@@ -162,7 +163,8 @@ def test_the_readmes_table_follows_from_the_records(section, flags):
 
 @pytest.mark.parametrize("operator", ["attention", "loss", "copies"])
 def test_what_differs_from_the_definition_is_not_timed(operator, store_dir, monkeypatch):
-    monkeypatch.setattr(step, "embedded_store", lambda name: store_dir)  # which exists already
+    tiny = SimpleNamespace(store=Store.open(store_dir))  # which exists already
+    monkeypatch.setattr(step, "open_data", lambda *_: tiny)
     toy = operators.shape_of("toy", "cpu")
     operation = next(operators.OPERATORS[operator](toy, "cpu", 2))
     operation = operation._replace(more=lambda form: {})
