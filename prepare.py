@@ -110,7 +110,7 @@ def prepare(inputs: Sequence[str | Path], out: Path, encoding: Encoding, **optio
                 notes["spelled"] += END in doc.text
         if corpus.split_on and not corpus.was_split:
             print(f"warning: --split-on {corpus.split_on!r} cuts no file in two", file=sys.stderr)
-        if corpus.loss_on and "segments" not in corpus.forms:
+        if corpus.loss_on and "prompts" not in corpus.forms:
             raise ValueError("--loss-on all has no effect, no line has a completion: leave it out")
         unit = "part of a file" if corpus.was_split else "file"
         about = {"document": " or a ".join(sorted(corpus.kinds)).replace("file", unit)}
@@ -171,7 +171,7 @@ class Corpus:
     def __post_init__(self):
         self.files, self.skipped = [], []
         self.was_split = False  # by `split_on`, as far as files have been read
-        self.forms: dict[str, str] = {}  # "text" or "segments" -> where it was read first
+        self.forms: dict[str, str] = {}  # "text" or "prompts" -> where it was read first
         given = [(Path(g), path, name) for g in self.paths for path, name in input_files(g)]
         originals = {os.path.realpath(path) for _, path, _ in given if not path.is_symlink()}
         for named, path, name in given:
@@ -237,7 +237,7 @@ class Corpus:
             id, text = fields.get("id"), fields.get(self.text_column, 0)
             segments, where = [], f"{path}:{number}"
             if fields.keys() & PARTS:
-                self._note_form("segments", where)
+                self._note_form("prompts", where)
             if fields.keys() & PARTS and text == 0:
                 segments = segments_of(fields, where)
                 text = "".join(text for text, _ in segments)

@@ -199,9 +199,8 @@ class Store:
         targets_before = mapped("targets.idx", meta["tokens"] + 1, "int64") if has_prompts else None
         ends = [0, meta["train_documents"], meta["documents"]]
         is_wrong = offsets[ends].tolist() != [0, meta["train_tokens"], meta["tokens"]]
-        for name in ("documents.idx", "targets.idx"):
-            known = meta["sha256"].get(name)
-            if is_wrong or (known and sha256_of(path / name) != known):
+        for name in ("documents.idx", "targets.idx")[: 1 + has_prompts]:
+            if is_wrong or sha256_of(path / name) != meta["sha256"].get(name):
                 raise ValueError(f"{path}: {name} does not match meta.json: prepare it again")
         return cls(path, meta, tokens, offsets, targets_before)
 

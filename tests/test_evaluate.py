@@ -212,7 +212,8 @@ def test_command_reports_what_the_run_reported(run_of, said, capsys):
     lines = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
     assert [line["document"] for line in lines] == list(range(454, 481))
     tokens, nats = (sum(line[name] for line in lines) for name in ("tokens", "nats"))
-    assert plain[1].startswith(f"{nats / tokens:.4f} nats per target, over {tokens:,} targets")
+    assert plain[1].startswith(f"{nats / tokens:.4f} nats per target, a perplexity of ")
+    assert f", over {tokens:,} targets, " in plain[1]
     part = said("--by-document part.jsonl --tokens 2K")
     chosen = len(Path("part.jsonl").read_text().splitlines())
     assert 0 < chosen < 27 and f": {chosen} of 27 documents, those with a piece" in part[2]

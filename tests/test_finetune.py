@@ -147,7 +147,7 @@ BAD = [
     ('{"segments": [{"text": "a"}]}', "qa.jsonl:2: needs segments, each {"),
     ('{"segments": ["a", "b"]}', "qa.jsonl:2: needs segments, each {"),
     ('{"segments": null}', "qa.jsonl:2: needs segments, each {"),
-    ('{"text": "a"}', "qa.jsonl:1 has segments and "),
+    ('{"text": "a"}', "qa.jsonl:1 has prompts and "),
     ('{"text": "a", "prompt": "b", "completion": "c"}', "qa.jsonl:2 has text: prepare them sep"),
 ]
 
@@ -164,7 +164,7 @@ def test_text_beside_prompts_in_a_folder_is_refused_and_both_are_named(tmp_path)
     folder.mkdir()
     write_lines(folder / "qa.jsonl", [pair("ab", "c")])
     (folder / "z.txt").write_text("text")
-    both = (f"{folder}/qa.jsonl:1 has segments", f"{folder}/z.txt has text")
+    both = (f"{folder}/qa.jsonl:1 has prompts", f"{folder}/z.txt has text")
     message = refusal(prepare.prepare, [folder], tmp_path / "out", BYTES)
     assert all(part in message for part in both) and "--loss-on all" in message
     prepare.prepare([folder], tmp_path / "out", BYTES, loss_on="all")
@@ -349,7 +349,7 @@ def test_prompts_get_no_loss_but_reach_the_answer(store):
     model.loss(x, batch).backward()
     is_target = batch.targets != IGNORE
     assert x.grad[~is_target].abs().max() == 0 < x.grad[is_target].abs().sum(-1).min()
-    row = int(np.argmax((is_target & (batch.positions > 3)).sum(1)))
+    row = int((is_target & (batch.positions > 3)).sum(1).argmax())
     first = int(torch.nonzero(is_target[row] & (batch.positions[row] > 3))[0])
     changed = batch.tokens.clone()
     changed[row, first - 2] += 1  # a token of its prompt
