@@ -150,8 +150,9 @@ class Document(NamedTuple):
 class Corpus:
     """The documents of files and folders, each either for training or held out.
 
-    A line of JSON or a row of parquet has its text under `text_column` (null means empty), and may
-    have an "id". A file of plain text has its name as the id, unless `split_on` cuts it.
+    A line of JSON or a row of parquet has its text under `text_column` (null means empty), or a
+    prompt and a completion, or segments; and it may have an "id". A file of plain text has its name
+    as the id, unless `split_on` cuts it.
 
     The hash of a document's id, or of its text if it has none, decides whether it is held out; so
     it stays held out when other documents come or go. A text that was read before is on the side of
