@@ -158,9 +158,8 @@ class Evaluation:
         is_whole = len(spans) == len(samples)
         share = "all" if is_whole else f"{np.diff(spans).sum():,} of {samples.tokens:,}"
         document_of = np.searchsorted(samples.offsets, rows.pieces["start"], "right") - 1
-        used = f"{share} held-out tokens"
-        documents, found = samples.documents, (rows, document_of, pairs, is_whole, used)
-        return HeldOutText(name, store, weight, documents, *found)
+        found = rows, document_of, pairs, is_whole, f"{share} held-out tokens"
+        return HeldOutText(name, store, weight, samples.documents, *found)
 
     def run(self, model: nn.Module, runtime: Runtime, micro_batch: int) -> HeldOut:
         """Evaluate the model on all rows; the arguments are those of `score_documents`."""

@@ -237,13 +237,9 @@ class Plan:
     # ---- what they cost
 
     def context_at(self, clock: Clock) -> StepContext:
-        return StepContext(
-            seed=self.settings.run.seed,
-            step=clock.step + 1,
-            progress=min(clock.consumed_tokens / self.settings.optim.schedule_tokens, 1.0),
-            seq_len=self.seq_len,
-            layers=self.settings.model.layers,
-        )
+        seed, layers = self.settings.run.seed, self.settings.model.layers
+        progress = min(clock.consumed_tokens / self.settings.optim.schedule_tokens, 1.0)
+        return StepContext(seed, clock.step + 1, progress, self.seq_len, layers)
 
     def tokens_by_layer(self, context: StepContext, seq_len: int) -> list[int]:
         """Count the tokens of a full row that each layer sees, with the techniques in use."""

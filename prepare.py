@@ -271,6 +271,8 @@ def segments_of(fields: dict[str, object], where: str) -> Segments:
         listed = [dict(text=fields.get("prompt"), loss=False)]
         listed.append(dict(text=fields.get("completion"), loss=True))
         needs = "a prompt, which may be empty, and a completion"
+    elif fields.keys() & {"prompt", "completion"}:
+        listed, needs = [], "segments, or a prompt and a completion, not both"
     try:
         segments = [(part["text"], part["loss"]) for part in listed]
     except (KeyError, TypeError):

@@ -128,9 +128,8 @@ def as_dtensor(rows: Tensor, like: Tensor) -> Tensor:
     """Make a DTensor from this rank's rows, sharded as `like` is."""
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(
-        rows, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
-    )
+    whole = {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(rows, like.device_mesh, like.placements, **whole)
 
 
 def norm_over_ranks(norm: Tensor) -> Tensor:

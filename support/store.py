@@ -195,7 +195,7 @@ class Store:
 
         tokens = mapped("tokens.bin", meta["tokens"], meta["dtype"])
         offsets = mapped("documents.idx", meta["documents"] + 1, "int64")
-        has_prompts = "targets.idx" in meta["sha256"]
+        has_prompts = "targets" in meta or (path / "targets.idx").exists()
         targets_before = mapped("targets.idx", meta["tokens"] + 1, "int64") if has_prompts else None
         ends = [0, meta["train_documents"], meta["documents"]]
         is_wrong = offsets[ends].tolist() != [0, meta["train_tokens"], meta["tokens"]]
@@ -246,7 +246,7 @@ def read_meta(path: Path) -> dict:
         wrong = wrong or [n for n in COUNTS if not 0 <= meta.get(f"train_{n}", 0) <= meta[n]]
         wrong = wrong or [n for n in ("dtype",) if meta[n] not in ("uint16", "uint32")]
     except (FileNotFoundError, NotADirectoryError):
-        advice = "make one with prepare.py, or name it with --data"
+        advice = "make one with prepare.py, or name another"
         raise ValueError(f"{path}: not a token store: {advice}") from None
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
         wrong = [error]

@@ -90,6 +90,11 @@ def model_size(settings: Settings, encoding: tiktoken.Encoding) -> ModelSize:
     if not source and not needed <= size.vocab_size <= padded:
         needs = f"--tokenizer {encoding.name} needs {needed:,} (padded: {padded:,})"
         raise ValueError(f"--init {init}: has a vocabulary of {size.vocab_size:,}, but {needs}")
+    end, is_gpt2 = encoding.eot_token, settings.model.block == "gpt2"  # a Llama may have several
+    if not source and is_gpt2 and published.config_in(init).get("eos_token_id", end) != end:
+        raise ValueError(
+            f"--init {init}: has another eos_token_id than --tokenizer {encoding.name}"
+        )
     if size.positions and seq_len > size.positions:
         raise ValueError(f"--seq-len {seq_len}: --init {init} has only {size.positions} positions")
     return size

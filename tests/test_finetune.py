@@ -146,6 +146,10 @@ BAD = [
     ('{"segments": [{"text": "a", "loss": "no"}]}', "qa.jsonl:2: needs segments, each {"),
     ('{"segments": [{"text": "a"}]}', "qa.jsonl:2: needs segments, each {"),
     ('{"segments": ["a", "b"]}', "qa.jsonl:2: needs segments, each {"),
+    (
+        '{"prompt": "a", "segments": [{"text": "b", "loss": true}]}',
+        "qa.jsonl:2: needs segments, or",
+    ),
     ('{"segments": null}', "qa.jsonl:2: needs segments, each {"),
     ('{"text": "a"}', "qa.jsonl:1 has prompts and "),
     ('{"text": "a", "prompt": "b", "completion": "c"}', "qa.jsonl:2 has text: prepare them sep"),
@@ -184,6 +188,11 @@ def test_damaged_counts_are_refused(tmp_path):
         assert "targets.idx" in refusal(Store.open, store.path)
     file.unlink()
     assert "targets.idx" in refusal(Store.open, store.path)
+    file.write_bytes(whole)
+    without = {name: value for name, value in store.meta.items() if name != "targets"}
+    without["sha256"] = {"documents.idx": store.meta["sha256"]["documents.idx"]}
+    (store.path / "meta.json").write_text(json.dumps(without))  # that of the same lines as text
+    assert "targets.idx does not match meta.json" in refusal(Store.open, store.path)
 
 
 # ---- in pieces
