@@ -86,14 +86,14 @@ class Samples:
 
     Each document is cut at multiples of `max_piece_len` from its start, so that each of its tokens
     is a target exactly once per pass. For the kind `rows` the whole split is one document, as GPTs
-    are commonly trained without packing.
+    are commonly trained without packing. A store with prompts has the pieces that `fitted` makes.
 
     Args:   kind    pieces | rows | bert | pairs: a BERT's pieces leave out end-of-text, and leave
                     room for its special tokens
             seq_len tokens in a row
             split   train | val: the held-out documents are the last ones of the store
     Raises: ValueError for a split without documents
-    Cost:   8 bytes of memory per document
+    Cost:   8 bytes of memory per document; 16 per sample of a store with prompts
     """
 
     def __init__(self, store: Store, kind: str, seq_len: int, split: str = "train"):
