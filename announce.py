@@ -64,7 +64,7 @@ def batch(plan: Plan, micro_batch: int) -> str:
     text = f"{text}, in micro-batches of {several(micro_batch, 'row')}"
     if runtime.world_size > 1:
         text = f"{text} on each of {runtime.world_size} ranks"
-    if not settings.pack.on and settings.model.model == "gpt":
+    if not (settings.pack.on or plan.store.has_prompts) and settings.model.model == "gpt":
         return text  # each row is one document, without padding
     model, kind, compiled = plan.model, runtime.device.type, settings.run.compile == "on"
     impl = chosen_impl(kind, runtime.dtype, model.head_width, model.dropout, compiled)

@@ -115,6 +115,7 @@ def build(flat: Flat, will_run: bool = True, file: str = "") -> Config:
 
 
 def built(flat: Flat, will_run: bool, file: str) -> Config:
+    """Do what `build` says; errors name `file` only where one of its entries is wrong by itself."""
     # An old run also has the settings of techniques that a fork has deleted since then.
     flat = {n: v for n, v in flat.items() if n in settings_of(Config) or not is_off(n, flat)}
     check_limits(Config, flat, file)

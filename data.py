@@ -182,7 +182,7 @@ def cut(spans: np.ndarray, max_piece_len: int) -> np.ndarray:
 
 
 def fitted(store: AnyStore, spans: np.ndarray, max_piece_len: int) -> np.ndarray:
-    """Cut spans (N, 2) into pieces (n, 2) as `cut` does, without losing or dividing an answer.
+    """Cut spans (N, 2) into pieces (n, 2) as `cut` does, but keep answers whole that fit a piece.
 
     Of a span that is too long only the end stays, if all its targets are there: the whole answer
     and the end of the prompt. Pieces without a target are left out. Text has targets everywhere, so
@@ -342,7 +342,8 @@ class GptTask:
 def loss_divisor(task, store: AnyStore, rows: Rows) -> int:
     """Return what the sum of a step's losses is divided by: its targets, or its pieces.
 
-    Only lengths are needed, so a rank knows it for all ranks without reading their rows.
+    Only lengths and counts of targets are needed, so a rank knows it for all ranks without reading
+    their rows.
     """
     return len(rows.pieces) if task.per_piece else int(task.targets(store, rows).sum())
 

@@ -66,9 +66,9 @@ def settings_in(path: str | Path) -> Flat:
     if settings["width"] % settings["heads"]:
         raise ValueError(f"--init {path}: {layout.keys['heads']} must divide the width")
     head_width = settings["width"] // settings["heads"]
-    in_weights = {"vocab_size": size_in(path).vocab_size}
-    in_weights[layout.keys["seq_len"]] = size_in(path).positions
-    fixed = layout.fixed | {key: size for key, size in in_weights.items() if size}
+    size = size_in(path)
+    in_weights = {"vocab_size": size.vocab_size, layout.keys["seq_len"]: size.positions}
+    fixed = layout.fixed | {key: rows for key, rows in in_weights.items() if rows}
     for key, supported in {**fixed, "head_dim": head_width, "bias": True}.items():
         if config.get(key, supported) != supported:
             raise ValueError(f"--init {path}: {key} must be {supported}, not {config[key]!r}")
@@ -113,11 +113,11 @@ HARMLESS = (
     r"attn_implementation|pretraining_tp|reorder_and_upcast_attn|torchscript|xla_device|"
     r"use_(cache|return_dict|bfloat16)|return_dict\w*|tf_legacy_loss|"
     # generation, other heads and tasks
-    r"\w+_token_id|(max|min|max_sequence)_length|\w+_penalty|\w*no_repeat_ngram_size|prefix|top_[kp]|"
-    r"num_(beams|beam_groups|return_sequences|labels)|do_sample|early_stopping|temperature|typical_p|"
-    r"bad_words_ids|\w*suppress_tokens|remove_invalid_values|(output|summary|pooler)_\w+|id2label|"
-    r"label2id|\w*cross_attention\w*|task_specific_params|finetuning_task|problem_type|"
-    r"predict_special_tokens|"
+    r"\w+_token_id|(max|min|max_sequence)_length|\w+_penalty|\w*no_repeat_ngram_size|prefix|"
+    r"num_(beams|beam_groups|return_sequences|labels)|do_sample|early_stopping|temperature|"
+    r"top_[kp]|typical_p|bad_words_ids|\w*suppress_tokens|remove_invalid_values|id2label|label2id|"
+    r"(output|summary|pooler)_\w+|\w*cross_attention\w*|task_specific_params|finetuning_task|"
+    r"problem_type|predict_special_tokens|"
     # checked elsewhere
     r"(vocab|block|type_vocab)_size|head_dim|n_ctx|(attention_|mlp_)?bias|"
     r"rope_(type|scaling|parameters)|tie_(encoder_decoder|word_embeddings)"

@@ -465,8 +465,11 @@ class Log:
     def write(self, event: str, **values: object) -> None:
         if self.file is None:
             return
-        self.file.write(json.dumps({"event": event, **values}).encode() + b"\n")
-        self.file.flush()
+        try:
+            self.file.write(json.dumps({"event": event, **values}).encode() + b"\n")
+            self.file.flush()
+        except OSError as error:  # of a full disk, without a name
+            raise OSError(error.errno, error.strerror, self.file.name) from None
         if self.board and "consumed_tokens" in values:
             numbers = {f"{event}/{n}": v for n, v in values.items() if isinstance(v, (int, float))}
             self.board.log(numbers | {"consumed_tokens": values["consumed_tokens"]})

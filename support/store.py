@@ -219,9 +219,7 @@ class Store:
         """Refuse a tokenizer whose content differs from the store's, even if its name does not."""
         if fingerprint(encoding) != self.meta["tokenizer_fingerprint"]:
             made_with = f"made with tokenizer {self.meta['tokenizer']}"
-            raise ValueError(
-                f"{self.path}: {made_with}, whose tokens {encoding.name} does not have now"
-            )
+            raise ValueError(f"{self.path}: {made_with}, not with what {encoding.name} is now")
         known = self.meta["vocab_size"], self.meta["end_of_text"]
         if known != (encoding.n_vocab, encoding.eot_token):
             raise ValueError(f"{self.path}/meta.json is damaged (vocab_size): prepare it again")

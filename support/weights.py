@@ -92,9 +92,7 @@ def model_size(settings: Settings, encoding: tiktoken.Encoding) -> ModelSize:
         raise ValueError(f"--init {init}: has a vocabulary of {size.vocab_size:,}, but {needs}")
     end, is_gpt2 = encoding.eot_token, settings.model.block == "gpt2"  # a Llama may have several
     if not source and is_gpt2 and published.config_in(init).get("eos_token_id", end) != end:
-        raise ValueError(
-            f"--init {init}: has another eos_token_id than --tokenizer {encoding.name}"
-        )
+        raise ValueError(f"--init {init}: its eos_token_id is not that of {encoding.name}")
     if size.positions and seq_len > size.positions:
         raise ValueError(f"--seq-len {seq_len}: --init {init} has only {size.positions} positions")
     return size

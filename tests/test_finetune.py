@@ -476,7 +476,7 @@ def test_evaluation_counts_targets_only(store, tmp_path, capsys):
 NO_USE = {
     "--model bert --seq-len 32": "has prompts, which a BERT does not know: choose --model gpt",
     "--curriculum seqlen-reshape": "--curriculum seqlen-reshape would divide answers: use seqlen",
-    "--tokenizer pd4k": "made with tokenizer bytes, whose tokens pd4k does not have now",
+    "--tokenizer pd4k": "made with tokenizer bytes, not with what pd4k is now",
 }
 
 

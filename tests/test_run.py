@@ -109,6 +109,11 @@ def test_a_log_that_was_edited_loses_no_line_and_a_foreign_one_is_refused(folder
     resume_fails(folder, "log.jsonl belongs to another run than .*config.json: put its own back")
 
 
+def test_a_log_on_a_full_disk_is_named():
+    with open("/dev/full", "wb", buffering=0) as full, pytest.raises(OSError, match="/dev/full"):
+        Log(full).write("run")
+
+
 def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(folder, made, monkeypatch, capsys):
     monkeypatch.setattr("support.run.commit", lambda: "another")
     newest = checkpoint.find(folder, "last")

@@ -177,7 +177,7 @@ def test_a_tokenizer_with_the_same_name_but_other_ranks_is_refused(tmp_path):
     *ranks, last, before = PD4K_RANKS
     write_ranks(path, {token: rank for rank, token in enumerate([*ranks, before, last])})
     message = refusal(made.check_tokenizer, tokenizer.get_encoding(str(path)))
-    assert message == f"a store: made with tokenizer {path}, whose tokens {path} does not have now"
+    assert message == f"a store: made with tokenizer {path}, not with what {path} is now"
 
 
 def test_a_damaged_store_is_refused(tmp_path):

@@ -331,7 +331,7 @@ def test_a_vocabulary_has_a_row_for_each_id_and_at_most_the_usual_padding(tmp_pa
         assert re.search("--init .*: .*--tokenizer bytes needs 257", refusal(size, rows))
     assert refusal(size, 257, 13).endswith("has only 12 positions")
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
-    assert "has another eos_token_id than --tokenizer bytes" in refusal(size, 257)
+    assert "its eos_token_id is not that of bytes" in refusal(size, 257)
 
 
 def test_a_broken_file_or_one_without_a_state_dict_changes_nothing(tmp_path):
