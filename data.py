@@ -22,6 +22,8 @@ Then plan.py decides, at each step, which samples are drawn (4) and which of the
 
 The input of a GPT is the token before each target: end-of-text where a document begins, and the n
 of "parsimony" where its second piece begins. So every token of the store is a target once per pass.
+In a store with prompts only the tokens of answers are, and `fitted` keeps each answer whole in its
+piece if it can; to see it: prepare.py corpus/qa.jsonl --out qa, then train.py --data qa --dry-run.
 
 In reading order: what a run opens; samples; rows; their Batch. A BERT makes its own batches of the
 same rows (bert.py), and several stores are read as one by mixture.py.
@@ -117,7 +119,7 @@ class Samples:
             if self.without_eot:
                 advice = "choose --model gpt, or prepare it with --loss-on all"
                 raise ValueError(f"{store.path}: has prompts, which a BERT does not know: {advice}")
-            documents = np.stack((offsets[:-1], offsets[1:]), axis=1)
+            documents = np.stack((offsets[:-1], offsets[1:]), axis=1)  # (documents, 2)
             self.listed = fitted(store, documents, self.max_piece_len)
             self.tokens, self.first_ids = int(np.diff(self.listed).sum()), [0, len(self.listed)]
         if len(self) == 0:
@@ -192,8 +194,8 @@ def fitted(store: AnyStore, spans: np.ndarray, max_piece_len: int) -> np.ndarray
              [[6, 8], [8, 9]]
     """
     start, stop = spans.T
-    late = np.maximum(start, stop - max_piece_len)
-    start = np.where(store.targets_in(start, late) == 0, late, start)
+    late = np.maximum(start, stop - max_piece_len)  # (N,) where the last piece would begin
+    start = np.where(store.targets_in(start, late) == 0, late, start)  # drop prompt, never answer
     pieces = cut(np.stack((start, stop), axis=1), max_piece_len)
     return pieces[store.targets_in(*pieces.T) > 0]
 

@@ -106,10 +106,10 @@ class StoreWriter:
     def write_targets(self, file: Path) -> int:
         """Write how many of the tokens before each one are targets; return how many there are."""
         training, held_out = (np.array(edges, np.int64) for edges in self.prompts)
-        begin, end = np.concatenate((training, self.tokens[0] + held_out)).reshape(-1, 2).T
-        n = sum(self.tokens)
-        inside = np.cumsum(np.bincount(begin, minlength=n) - np.bincount(end, minlength=n + 1)[:n])
-        before = np.concatenate(([0], np.cumsum(inside == 0)))
+        begin, end = np.concatenate((training, self.tokens[0] + held_out)).reshape(-1, 2).T  # (n,)
+        N = sum(self.tokens)
+        inside = np.cumsum(np.bincount(begin, minlength=N) - np.bincount(end, minlength=N + 1)[:N])
+        before = np.concatenate(([0], np.cumsum(inside == 0)))  # (tokens + 1,)
         before.tofile(file)
         return int(before[-1])
 
