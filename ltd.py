@@ -15,7 +15,7 @@ says `settings.ltd.on`:
     plan.py     tokens_by_layer   a step costs less on the clock
     train.py    block_runner      `wrap_block` is called for each micro-batch
 
-docs/ltd.md has a drawing and the measurements.
+docs/ltd.md has a drawing, docs/measured.md the measurements.
 
 Papers: Yao et al., arXiv 2211.11586; accounting: Li et al., arXiv 2212.03597.
 

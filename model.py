@@ -89,8 +89,7 @@ class TransformerConfig:
     def gelu(self) -> str:
         """`approximate` of nn.GELU: "tanh" if positions are learned, as in GPT-2, else "none".
 
-        `activation` overrides this. On a CPU the exact function takes 0.4 times as long
-        (docs/step.md).
+        `activation` overrides this. On a CPU the exact function is faster.
         """
         published = "gelu_new" if self.pos == "learned" else "gelu"
         return "tanh" if (self.activation or published) == "gelu_new" else "none"

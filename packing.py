@@ -21,7 +21,7 @@ Packing acts where the code says `settings.pack.on`:
                 Plan.rows_of_step sorts packed rows, so that ranks get equal work
                 Plan.window_at    calls `packed`, and so `pack_lengths`
 
-Paper: Krell et al., arXiv 2107.02027. Packers are compared in docs/packing.md.
+Paper: Krell et al., arXiv 2107.02027. Packers are compared in docs/measured.md.
 
     python packing.py 7 6 5 5 4 3 --max-len 10         # which lengths share a row
     python packing.py STORE --max-len 512              # what packing would gain
@@ -46,7 +46,7 @@ from support.settings import flag
 # nnlshp  the paper's least squares over all patterns that fill a row; needs SciPy
 PACKERS = ("lpfhp", "spfhp", "nnlshp")
 BATCHES = ("rows", "documents")  # of these a packed step has as many as an unpacked one
-DEFAULT = "lpfhp"  # needs the fewest rows without SciPy (docs/packing.md)
+DEFAULT = "lpfhp"  # needs the fewest rows without SciPy (docs/measured.md)
 MOST_IN_RUN = 10_000  # patterns that nnlshp may weigh in each window of a run, in some seconds
 MOST_AT_ALL = 100_000  # patterns that it may weigh: a matrix of 400 MB at length 512
 

@@ -18,14 +18,14 @@ costs   time the steps. A step's time follows from its shape: the model, the row
 report  print the table of a section, or only the runs that --match finds, at equal seconds or, with
         --fixed, at equal raw tokens. Between two runs, a frontier is a straight line over the
         logarithm of the cost
-docs    update the tables in README.md and docs/, wherever a comment holds the flags of a report;
-        docs/pictures.py draws the pictures
 quick   measure one ratio from scratch, in minutes on two cores: train two plain runs of a section
         and one with techniques, with a new seed, and time their steps
 
     python bench/frontier.py runs --sections nano --record         # continues where it was stopped
     OMP_NUM_THREADS=2 python bench/frontier.py costs --record      # needs a quiet machine
     python bench/frontier.py report --sections nano --match ltd --least-seeds 3
+
+docs/tables.py and docs/pictures.py show the records in docs/.
 """
 
 import argparse
@@ -38,7 +38,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from configparser import ConfigParser
 from dataclasses import asdict, fields
@@ -398,30 +398,44 @@ def frontier_table(points: list[Point], least_seeds: int, fixed: str = "seconds"
     return markdown_table(["bits per byte", *took, "share", "plain runs", "technique runs"], rows)
 
 
-def runs_table(points: list[Point], beside: list[Point], fixed: str = "seconds") -> str:
-    """Compare runs with two plain frontiers: of the same model, and of all models in `beside`."""
+def runs_table(
+    points: list[Point],
+    beside: list[Point],
+    fixed: str = "seconds",
+    unsaid: Collection[str] = (),
+) -> str:
+    """Compare runs with two plain frontiers: of the same model, and of all models in `beside`.
+
+    Args: unsaid flags that the table leaves out
+    """
     plain = [p for p in beside if p.plain]
     best = envelope(plain)
     rows = [
         [
-            f"`{p.flags}`",
+            f"`{' '.join(f for f in flags_in(p.flags) if f not in unsaid) or 'plain'}`",
+            str(len(p.losses)),
             written("seconds", p.seconds),
             written("raw tokens", p.raw_tokens),
             spread(p.losses),
-            shown(p.loss - loss_at(p.cost, best), 3, "+"),
             share_of(p, envelope([q for q in plain if model_in(q) == model_in(p)])),
             share_of(p, best),
         ]
         for p in points
     ]
-    names = ["flags", *FIXED, "bits per byte", f"loss minus the best plain, equal {fixed}"]
-    against = [f"share of the same model's {fixed}, equal loss", "share of the best model's"]
+    names = ["flags", "seeds", *FIXED, "bits per byte"]
+    against = [f"of the same model's {fixed}", "of the best plain model's"]
     return markdown_table([*names, *against], rows)
+
+
+def flags_in(text: str) -> list[str]:
+    """Split a command line into flags with their values: ["--layers 2", "--pack"]"""
+    return re.findall(r"--\S+(?: (?!--)\S+)*", text)
 
 
 def model_in(p: Point) -> set[str]:
     """Return the flags of a run that define its model. Example: {"--layers 8", "--width 64"}"""
-    return {*re.findall(r"--(?:layers|width|heads|block|tied|qk-norm|seq-len)(?: \w+)?", p.flags)}
+    names = ("layers", "width", "heads", "block", "tied", "qk-norm", "seq-len")
+    return {flag for flag in flags_in(p.flags) if flag.split()[0].removeprefix("--") in names}
 
 
 def share_of(p: Point, plain: list[Point]) -> str:
@@ -439,8 +453,8 @@ def written(kind: str, cost: float) -> str:
     return shown(cost, 0) if np.isnan(cost) or kind == "seconds" else f"{cost / 1e6:.2f} M"
 
 
-def shown(value: float, digits: int = 2, sign: str = "") -> str:
-    return "not measured" if np.isnan(value) else f"{value:{sign}.{digits}f}"
+def shown(value: float, digits: int = 2) -> str:
+    return "not measured" if np.isnan(value) else f"{value:.{digits}f}"
 
 
 def markdown_table(columns: list[str], rows: list[list[str]]) -> str:
@@ -471,19 +485,6 @@ def curves_of(section: str, device: str) -> list[Curve]:
     return curves
 
 
-MARKED = re.compile(r"(<!-- frontier ([^\n]*) -->\n).*?(<!-- /frontier -->)", re.DOTALL)
-
-
-def with_tables(page: str) -> str:
-    """Return a page with its tables updated."""
-
-    def table_of(mark: re.Match) -> str:
-        args = flags().parse_args(["report", *shlex.split(mark[2])])
-        return f"{mark[1]}{table(args)}\n{mark[3]}"
-
-    return MARKED.sub(table_of, page)
-
-
 # ---- the command
 
 
@@ -491,11 +492,6 @@ def report(args: argparse.Namespace) -> None:
     for section in args.sections or sorted({r["section"] for r in known("frontier", args.device)}):
         args.sections = [section]
         print(f"## {section}\n\n{table(args)}\n")
-
-
-def fill(args: argparse.Namespace) -> None:
-    for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        path.write_text(with_tables(path.read_text()))
 
 
 def quick(args: argparse.Namespace) -> None:
@@ -523,7 +519,6 @@ MEASURES = {
     "runs": make_runs,
     "costs": measure_costs,
     "report": report,
-    "docs": fill,
     "quick": quick,
 }
 

@@ -173,7 +173,7 @@ stage_D() {
         --eval-every 0 --checkpoint-every 0 --final-eval-tokens 20K "${store[@]}" --out "$TMPDIR/run"
 }
 
-# With 124M, 60 M tokens are 916 steps of about 0.14 s on an H200 (docs/step.md). With all
+# With 124M, 60 M tokens are 916 steps of about 0.14 s on an H200 (results/gpu-step.jsonl). With all
 # techniques on, dropping layers keep 64 tokens of a row at first, so 25 M consumed tokens are 105 M
 # tokens read, in 1,600 steps of about 0.08 s.
 stage_E() {

@@ -10,6 +10,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 
@@ -19,7 +20,6 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "bench"))
 import numpy as np
 import torch
 from frontier import SIDES, cost_of, curves_of, envelope, points_in
-from measure import records
 
 import ltd
 import offload
@@ -265,27 +265,6 @@ def timeline() -> str:
     return svg([*parts, *legend([f"h.{layer}" for layer in range(6)], 150)], 250)
 
 
-def step_time() -> str:
-    """What a step spends its time on, plain and with a quarter of the tokens kept."""
-    record = [r for r in records("parts") if r["size"] == "nano"][-1]
-    muon = [r["steps"] for r in records("step") if r.get("optimizer") == "muon"]
-    ratio = [steps["keep 1/4"]["ratio"][1] for steps in muon if "keep 1/4" in steps][-1]
-    ms = {name: part["ms"][1] for name, part in record["parts"].items()}
-    ms["optimizer"] = ms["clipping"] + ms["Muon"] + ms["AdamW"]
-    whole = record["step_ms"][1]
-    names = ["head and loss", "optimizer", "attention", "MLP", "all else"]
-    plain = [ms[name] for name in names[:4]]
-    short = [*plain[:2], 0, 0, ratio * whole - sum(plain[:2])]
-    plain.append(whole - sum(plain))
-    said = [f"{name}: {part:.0f} ms" for name, part in zip(names, plain, strict=True)]
-    drawn = [text(12, 16, f"Plain: {whole:.0f} ms"), text(12, 62, f"Dropping: {ratio:.2f} of it")]
-    scale = (WIDTH - 24) / whole
-    for row, bar in enumerate((plain, short)):
-        for n, part in enumerate(bar):
-            drawn.append(box(12 + scale * sum(bar[:n]), 22 + 46 * row, scale * part, 16, n))
-    return svg([*drawn, *legend(said, 112)], 196)
-
-
 def dropped() -> str:
     """Which tokens of one row six layers see in one step, if the middle ones keep 6 of 24."""
     context = StepContext(seed=1337, step=1, progress=0.0, seq_len=24, layers=6)
@@ -318,6 +297,32 @@ def given() -> str:
     drawn = plot(curves, x_unit, x_ticks=ticks, size=(WIDTH, 240))
     head = text(12, 22, "Held-out bits per byte, rows of 512", "title")
     return svg([head, *legend([*shown], 44), *group([drawn], 0, 118)], 360)
+
+
+def clock() -> str:
+    """How the clock advances with the text that is read, in six layers and rows of 256."""
+    runs: dict[str, Callable] = {
+        "plain": lambda context, tokens: tokens,
+        "--ltd --ltd-start 64: four layers keep a quarter": partial(
+            ltd.tokens_by_layer, ltd.resolved(ltd.LtdConfig(True, start=64), 256, 6)
+        ),
+        "--pseudo --pseudo-layers 3: three layers until 0.75": partial(
+            pseudo.tokens_by_layer, pseudo.resolved(pseudo.PseudoConfig(True, layers=3), 6, None)
+        ),
+    }
+    curves = []
+    for color, (name, tokens_by_layer) in enumerate(runs.items()):
+        read, consumed = [0.0], [0.0]
+        while consumed[-1] < 1:
+            context = StepContext(1, 1, consumed[-1], seq_len=256, layers=6)
+            tokens = tokens_by_layer(context, [256] * 6)
+            read.append(read[-1] + 0.001)
+            consumed.append(consumed[-1] + 0.001 * sum(tokens) / (6 * 256))
+        curves.append(Curve(name, np.array(read), np.array(consumed), color))
+    x_unit = "tokens of text read, in multiples of --tokens"
+    drawn = plot(curves, x_unit, from_zero=True, size=(WIDTH, 240))
+    head = text(12, 22, "Share of --tokens that is consumed", "title")
+    return svg([head, *legend([*runs], 44), *group([drawn], 0, 84)], 324)
 
 
 def flow() -> str:
@@ -370,12 +375,12 @@ PICTURES: dict[str, Callable[[], str]] = {
     "texts": texts,
     "stages": stages,
     "timeline": timeline,
-    "step_time": step_time,
     "paces": paces,
     "gain": gain,
     "mask": mask,
     "packs": packs,
     "flow": flow,
+    "clock": clock,
     "dropped": dropped,
     "given": given,
 }

@@ -110,7 +110,7 @@ class Size(NamedTuple):
 
 # Dimensions. nano: ours. 1.3B: arXiv 2005.14165, table 2.1, but with 16 heads, as in the Data
 # Efficiency paper's GPT-3. The others: as published with GPT-2 and BERT.
-# Budget, batch and learning rate. nano: measured here (docs/method.md). GPT: GPT-3's batch and
+# Budget, batch and learning rate. nano: measured here (docs/measured.md). GPT: GPT-3's batch and
 # learning rate (arXiv 2005.14165, table 2.1), and 20 tokens per parameter (arXiv 2203.15556). BERT:
 # arXiv 1810.04805.
 SIZES = {  # layers, heads, width, seq_len; tokens, batch_tokens, lr

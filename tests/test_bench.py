@@ -20,12 +20,13 @@ from conftest import refusal
 from support.process import ROOT
 from support.store import Store
 
-sys.path.append(str(ROOT / "bench"))
+sys.path += [str(ROOT / "bench"), str(ROOT / "docs")]
 import first_look as look
 import frontier
 import measure
 import operators
 import step
+import tables
 
 # ---- measure
 
@@ -95,10 +96,12 @@ def test_a_run_is_compared_with_plain_runs_of_its_model_and_of_all_models():
     plain += [point(8, 1.7, "--layers 4"), point(16, 1.7, "--layers 8 --lr 0.01")]
     dropping = point(4, 1.7, "--layers 8 --ltd --lr 0.01", False)
     (row,) = frontier.runs_table([dropping], plain).splitlines()[2:]
-    assert row.endswith("| 4 | 1.00 M | 1.700 | -0.100 | 0.25 | 0.50 |")
+    assert row.endswith("| 1 | 4 | 1.00 M | 1.700 | 0.25 | 0.50 |")
     best = point(2, 1.6, "--layers 8 --pack", False)
     (row,) = frontier.runs_table([best], plain).splitlines()[2:]
-    assert row.endswith("| not measured | under 0.12 | under 0.25 |"), "no plain run is as good"
+    assert row.endswith("| 1.600 | under 0.12 | under 0.25 |"), "no plain run is as good"
+    (row,) = frontier.runs_table([best], plain, unsaid=["--layers 8"]).splitlines()[2:]
+    assert row.startswith("| `--pack` |") and row.endswith("| under 0.12 | under 0.25 |")
 
 
 def test_the_seconds_of_a_run_are_the_sum_of_its_steps_costs():
@@ -128,34 +131,15 @@ def test_every_shape_of_a_run_is_timed_against_the_reference(monkeypatch):
 
 
 def test_the_tables_in_the_documents_match_the_records():
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        assert frontier.with_tables(page.read_text()) == page.read_text(), "bench/frontier.py docs"
+    for page in (ROOT / "docs").glob("*.md"):
+        assert tables.with_tables(page.read_text()) == page.read_text(), "python docs/tables.py"
 
 
-LEVELS = "--curriculum-pace discrete:128@0.5:512@0.85:2048"
-README_ROWS = [
-    ("books", "--layers 4 --batch-tokens 8192 --tokens 1.1M --ltd --pack --curriculum seqlen"),
-    ("books", "--layers 4 --batch-tokens 8192 --tokens 2.2M --ltd --pack --curriculum seqlen"),
-    ("books", "--layers 2 --batch-tokens 8192 --tokens 4.6M --pack --curriculum seqlen"),
-    ("books", f"--layers 2 --batch-tokens 8192 --tokens 13.7M --pack --curriculum seqlen {LEVELS}"),
-    ("given", "--layers 8 --tokens 1.07M --ltd"),
-    ("gpt", "--layers 2 --batch-tokens 2048 --tokens 1M --pack"),
-    ("nano", "--layers 3 --batch-tokens 4096 --tokens 2M --ltd --pack --curriculum seqlen"),
-]
-
-
-@pytest.mark.parametrize("section, flags", README_ROWS)
-def test_the_readmes_table_follows_from_the_records(section, flags):
-    """On both kinds of machine, with AVX-512 and without."""
-    shares = []
-    for machine in ("", "AVX2"):
-        points = frontier.points_in(section, "cpu", machine=machine)
-        (point,) = (p for p in points if p.flags == flags)
-        assert len(point.losses) >= 3
-        row = frontier.runs_table([point], points).splitlines()[-1]
-        shares.append(row.strip(" |").split(" | ")[-2:])
-    same, best = (", ".join(both) for both in zip(*shares, strict=True))
-    assert f"| {same} | {best} | {point.loss:.3f} |" in (ROOT / "README.md").read_text()
+def test_a_headline_is_of_three_seeds_on_both_kinds_of_machine():
+    for name in tables.HEADLINES:
+        for machine in ("", "AVX2"):
+            seeds, *_, same, best = tables.headline(name, machine)
+            assert int(seeds) >= 3 and "not measured" not in (same, best)
 
 
 # ---- operators

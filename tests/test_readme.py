@@ -25,7 +25,12 @@ sys.path.insert(0, str(ROOT))  # when this file is the command
 from test_technique import copy_project  # noqa: E402
 
 import config  # noqa: E402
+from model import TransformerConfig  # noqa: E402
 from support.settings import table_of  # noqa: E402
+from support.sizes import parameter_count  # noqa: E402
+
+sys.path.append(str(ROOT / "docs"))
+import tables  # noqa: E402
 
 FOLDERS = ("bench", "corpus", "docs", "kernels", "results", "support", "tests")
 
@@ -36,6 +41,9 @@ TRAIN_COMMAND = ENVIRONMENT + "pip install -e . -c constraints.txt && " + TRAIN
 TEST_COMMAND = ENVIRONMENT + "pip install -e '.[test]' -c constraints.txt && pytest"
 TRAIN_TIMEOUT_S = 1200  # one thread needs 400; the rest is for a machine that has other work
 FAST_TIMEOUT_S = 120  # for commands of seconds, likewise
+
+TECHNIQUES = [f"docs/{name}.md" for name in ("curriculum", "packing", "ltd", "pseudo", "offload")]
+PROSE = ["README.md", *TECHNIQUES, *(f"docs/{name}.md" for name in ("clock", "method", "measured"))]
 
 FLAGS_PAGE = "docs/flags.md"
 FLAGS_TABLE = re.compile(r"(?<=<!-- flags -->\n).*(?=\n<!-- /flags -->)", re.DOTALL)
@@ -153,8 +161,60 @@ def test_the_first_screen_trains_and_tests():
 def test_pages_are_short():
     """A page that nobody reads to its end helps nobody."""
     sizes = {name: len(read(name).encode()) for name in [*documents(), "CHANGELOG.md"]}
-    assert sizes["README.md"] <= 9_000 and sizes["CHANGELOG.md"] <= 4_000
-    assert sum(size for name, size in sizes.items() if name.startswith("docs/")) <= 90_000
+    assert sizes["README.md"] <= 7_000 and sizes["CHANGELOG.md"] <= 4_000
+    assert all(sizes[page] <= 5_000 for page in TECHNIQUES)
+    assert sum(size for name, size in sizes.items() if name.startswith("docs/")) <= 60_000
+
+
+def sentences(text: str) -> list[str]:
+    """Split prose into sentences: without code, tables, headings and the targets of links."""
+    text = re.sub(r"^(\||    |#|!\[|<!--).*$", "\n", FENCED.sub("\n\n", text), flags=re.MULTILINE)
+    text = re.sub(r"`[^`]*`|arXiv \d+\.\d+", "code", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text))
+    paragraphs = re.split(r"\n\s*\n|\n(?=- |\d+\. )", text)
+    return [s for p in paragraphs for s in re.split(r"(?<=[.!?:])\**\s+", " ".join(p.split()))]
+
+
+def hard_to_read(sentence: str) -> bool:
+    """Whether it has three numbers, a bracket after a bracket, two baselines, or "a" for "per"."""
+    numbers = re.findall(r"(?<![\w.,/-])\d[\d,]*(?:\.\d+)?(?![\w-])", sentence)
+    rates = (
+        r"\b(token|document|row|byte|FLOP|second|piece|step)s an? (token|row|step|second|weight)"
+    )
+    baselines = "same model" in sentence and "best plain model" in sentence
+    return len(numbers) > 2 or baselines or bool(re.search(rf"\)\s*\(|{rates}", sentence))
+
+
+@pytest.mark.structure
+def test_a_sentence_says_one_thing():
+    assert hard_to_read("It takes 3 s, not 4 s, on 2 cores.") and not hard_to_read("1.3B in 2 GB.")
+    assert hard_to_read("0.6 of the same model's time, 2 of the best plain model's.")
+    assert hard_to_read("84 tokens a row.") and hard_to_read("It holds (in rows) (one seed).")
+    found = {page: [*filter(hard_to_read, sentences(read(page)))] for page in PROSE}
+    assert not any(found.values()), found
+
+
+@pytest.mark.structure
+def test_a_technique_has_one_headline():
+    """The same number in README, on its page and in the changelog, from the records."""
+    *_, best = tables.headline("two layers, `--tokens 4.6M --pack --curriculum seqlen`")
+    *_, padded = tables.headline("`--pack` on short documents; plain is padded")
+    *_, same, _ = tables.headline("eight layers, `--ltd`")
+    (weights,) = re.findall(r"weights too .*? \| (\S+) \(", tables.steps())
+    shadow = TransformerConfig(1, 16, 2048, 8192, 2048, 50304, "learned")  # one block of 1.3B
+    phrases = {
+        "docs/curriculum.md": f"{best} of the best plain model's time",
+        "docs/packing.md": f"{padded} of the padded run's time",
+        "docs/ltd.md": f"{same} of the same model's time",
+        "docs/pseudo.md": f"{16e-9 * parameter_count(shadow):.1f} GB",
+        "docs/offload.md": f"{weights} times as long",
+    }
+    for page, phrase in phrases.items():
+        assert all(phrase in read(place) for place in ("README.md", page, "CHANGELOG.md")), phrase
+    for page in ("README.md", *TECHNIQUES):
+        shares = re.findall(
+            r"\d\.\d+ of the \w+(?: plain)? \w+'s time", " ".join(sentences(read(page)))
+        )
+        assert {*shares} <= {phrase.removeprefix("under ") for phrase in phrases.values()}, page
 
 
 @pytest.mark.structure

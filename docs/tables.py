@@ -1,0 +1,168 @@
+"""The tables in docs/, made from the records in results/.
+
+    python docs/tables.py                  # writes every table anew
+
+In a page, a comment names a function below with its arguments; the table stands between this
+comment and the next. Losses are held-out bits per byte.
+"""
+
+import re
+import shlex
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "bench"))
+
+from frontier import arms_in, flags_in, markdown_table, points_in, runs_table
+from measure import records
+
+MARKED = re.compile(r"(<!-- table ([^\n]*) -->\n).*?(?=\n<!-- /table -->)", re.DOTALL)
+
+ALL = "--layers {} --batch-tokens {} --tokens {} --ltd --pack --curriculum seqlen"
+GROWING = "--layers 2 --batch-tokens 8192 --tokens {} --pack --curriculum seqlen"
+LEVELS = "--curriculum-pace discrete:128@0.5:512@0.85:2048"
+HEADLINES = {  # what the table calls a run: section of bench/frontier.ini, flags
+    "four layers, all three (README's command)": ("books", ALL.format(4, 8192, "1.1M")),
+    "the same, `--tokens 2.2M`": ("books", ALL.format(4, 8192, "2.2M")),
+    "two layers, `--tokens 4.6M --pack --curriculum seqlen`": ("books", GROWING.format("4.6M")),
+    "the same, `--tokens 13.7M`, three levels of length": (
+        "books",
+        f"{GROWING.format('13.7M')} {LEVELS}",
+    ),
+    "`--pack` on short documents; plain is padded": (
+        "gpt",
+        "--layers 2 --batch-tokens 2048 --tokens 1M --pack",
+    ),
+    "eight layers, `--ltd`": ("given", "--layers 8 --tokens 1.07M --ltd"),
+    "three layers, all three": ("nano", ALL.format(3, 4096, "2M")),
+}
+
+
+def headline(name: str, machine: str = "") -> list[str]:
+    """Return seeds, seconds, loss, share of the same model's time, of the best plain model's."""
+    section, flags = HEADLINES[name]
+    points = points_in(section, "cpu", machine=machine)
+    (point,) = (p for p in points if p.flags == flags)
+    cells = runs_table([point], points).splitlines()[-1].strip("| ").split(" | ")
+    return [cells[1], cells[2], f"{point.loss:.3f}", *cells[-2:]]
+
+
+def headlines() -> str:
+    rows = []
+    for name, (section, _) in HEADLINES.items():
+        row_length = re.search(r"--seq-len (\d+)", arms_in([section])[0].shared)[1]
+        rows.append([row_length, name, *headline(name), *headline(name, "AVX2")[3:]])
+    names = ["rows of", "run", "seeds", "seconds", "bits per byte", "same model", "best plain"]
+    return markdown_table([*names, "same model, AVX2", "best plain, AVX2"], rows)
+
+
+def runs(section: str, pattern: str, least_seeds: str = "1") -> str:
+    """Compare the runs of a section whose flags match. Flags that all have stand above."""
+    points = points_in(section, "cpu")
+    some = [p for p in points if len(p.losses) >= int(least_seeds)]
+    chosen = [p for p in some if re.search(pattern, p.flags)]
+    every = [f for f in flags_in(chosen[0].flags) if all(f in flags_in(p.flags) for p in chosen)]
+    shared = " ".join([*flags_in(arms_in([section])[0].shared), *every])
+    return f"All have `{shared}`.\n\n{runs_table(chosen, points, unsaid=every)}"
+
+
+KEPT = {  # tokens per weight of the blocks: section, flags, budgets with all, 1/2, 1/4, 1/16 kept
+    "0.5, width 128": ("given", "--layers 8 --tokens", "750K", "710K", "635K", "535K"),
+    "1, width 128": ("given", "--layers 8 --tokens", "1.5M", "1.42M", "1.27M", "1.07M"),
+    "2, width 128": ("given", "--layers 8 --tokens", "3M", "-", "2.54M", "2.14M"),
+    "10, width 64": ("given-small", "--tokens", "4M", "3.7M", "3.2M", "2.6M"),
+    "20, width 64": ("given-small", "--tokens", "8M", "-", "6.4M", "5.2M"),
+}
+KEEPING = {
+    "all": "",
+    "1/2": " --ltd --ltd-start 256",
+    "1/4": " --ltd --ltd-start 128",
+    "1/16": " --ltd",
+}
+
+
+def kept() -> str:
+    """Show the losses of eight layers at equal FLOPs, with the number of seeds."""
+    rows = []
+    for name, (section, start, *budgets) in KEPT.items():
+        losses = {p.flags: p.losses for p in points_in(section, "cpu", "raw tokens")}
+        arms = [f"{start} {b}{more}" for b, more in zip(budgets, KEEPING.values(), strict=True)]
+        rows.append([name, *(mean_of(losses.get(flags, [])) for flags in arms)])
+    return markdown_table(["tokens per weight", *KEEPING], rows)
+
+
+def mean_of(losses: list[float]) -> str:
+    """Example: "1.646 (3)" for three seeds"""
+    return f"{statistics.mean(losses):.3f} ({len(losses)})" if losses else "-"
+
+
+STEPS = [  # what changes, in a step of; then file of records, what identifies one, name in it
+    ("packed rows", "6x128", "step", "6x128 adamw", "packed"),
+    ("1/2 of the tokens kept in 4 layers", "6x128", "step", "6x128 adamw", "keep 1/2"),
+    ("the same with Muon", "6x128", "step", "6x128 muon", "keep 1/2"),
+    ("1/4 kept", "6x128", "step", "6x128 adamw", "keep 1/4"),
+    ("32 answers packed, not padded, Muon", "4x128", "step", "qa muon", "same documents"),
+    ("one block used by all layers", "124M", "scale", "124M shared", "shared"),
+    ("6 layers run", "12x256", "scale", "12x256 growth", "6 of 12"),
+    ("optimizer state offloaded", "12x256", "scale", "12x256 offload", "state"),
+    ("gradients too", "12x256", "scale", "12x256 offload", "gradients"),
+    ("weights too", "12x256", "scale", "12x256 offload", "weights"),
+    ("`--fsdp`, one process", "6x128", "scale", "nano fsdp", "--fsdp"),
+    ("packed rows, compiled", "124M, H200", "gpu-step", "124M adamw", "packed"),
+    ("1/2 kept in 10 layers, compiled", "124M, H200", "gpu-step", "124M adamw", "keep 1/2"),
+]
+
+
+def steps() -> str:
+    """Show a step's time as a share of the step without the change: median and quartiles."""
+    rows = []
+    for change, step, file, identity, name in STEPS:
+        for record in records(file):  # the last one counts
+            about = f"{record.get('size')} {record.get('part') or record.get('optimizer')}"
+            if about == identity and name in record["steps"]:
+                timed = record["steps"][name]
+        low, median, high = (f"{ratio:.2f}" for ratio in timed["ratio"])
+        flops = f"{timed['predicted']:.2f}" if "predicted" in timed else "-"
+        rows.append([change, step, f"{median} ({low} to {high})", flops])
+    return markdown_table(["what changes", "in a step of", "time", "FLOPs"], rows)
+
+
+PACKERS = (("lpfhp", None), ("lpfhp", 3), ("spfhp", None), ("spfhp", 3), ("nnlshp", 3))
+
+
+def packers() -> str:
+    """Show what each packer needs for the paper's histogram, and the paper's code beside it."""
+    found: dict[tuple, dict] = {packer: {} for packer in PACKERS}
+    for record in records("packers"):
+        if record["case"] in ("histogram", "graphcore"):
+            for each in record["found"]:  # of both cases, the last one counts
+                found.setdefault((each["packer"], each["max_per_pack"]), {}).update(each)
+    rows = []
+    for name, most in PACKERS:
+        packed = found[name, most]
+        times = (packed.get("s", packed["seconds"]), packed.get("graphcore_s"))
+        seconds = [f"{took[1]:.2g}" if took else "-" for took in times]
+        full = f"{packed['efficiency']:.2%}"
+        rows.append([f"`{name}`", str(most or "any"), f"{packed['packs']:,}", full, *seconds])
+    names = ["packer", "most per row", "rows", "full", "seconds", "seconds of the paper's code"]
+    return markdown_table(names, rows)
+
+
+FUNCTIONS = {f.__name__: f for f in (headlines, runs, kept, steps, packers)}
+
+
+def with_tables(page: str) -> str:
+    """Return a page with its tables made anew."""
+
+    def filled(mark: re.Match) -> str:
+        name, *arguments = shlex.split(mark[2])
+        return mark[1] + FUNCTIONS[name](*arguments)
+
+    return MARKED.sub(filled, page)
+
+
+if __name__ == "__main__":
+    for path in Path(__file__).resolve().parent.glob("*.md"):
+        path.write_text(with_tables(path.read_text()))
