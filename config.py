@@ -12,8 +12,6 @@ to write and no environment variables: a recipe is a command line. `--layers 4 -
 A technique's settings are completed in `build` and checked there or in `check`, in the lines with
 its `.on`; the budget of --offload is checked in train.py, which knows the device's memory. The head
 of a technique's file lists where else it acts.
-
-    python config.py                    # the table of flags, as docs/flags.md shows it
 """
 
 from dataclasses import dataclass, field, replace
@@ -38,7 +36,6 @@ from offload import OffloadConfig
 from packing import PackConfig
 from pseudo import PseudoConfig
 from support import settings as flags
-from support.process import Parser, exit_cleanly
 from support.run import Started, check_out, newest_run, started_with
 from support.settings import BLOCKS, SIZES, Flat, Settings, check_limits, flattened, settings_of
 from support.weights import with_settings_of_init
@@ -231,12 +228,3 @@ def check(settings: Config) -> None:
         curriculum.parse_metrics(settings.curriculum, seq_len, settings.pack.on)
         analyze.check_metrics(metrics, seq_len, samples_kind(settings))
     transformer_config(settings, vocab_size=1)  # raises for heads that do not divide the width
-
-
-def main() -> None:
-    Parser(prog="config.py", description="Print the table of all flags.").parse_args()
-    print(flags.table_of(Config))
-
-
-if __name__ == "__main__":
-    exit_cleanly(main)

@@ -359,18 +359,6 @@ def check_limits(config_class: type, flat: Flat, file: str = "") -> None:
             raise ValueError(f"{written} must be {allowed}, got {value!r}: {setting.help}")
 
 
-def table_of(config_class: type) -> str:
-    """Format every flag as a row of a markdown table, in the order of --help."""
-    rows = ["| flag | default | what it does |", "|---|---|---|"]
-    for setting in settings_of(config_class).values():
-        if setting.flag:
-            text, _, words = setting.help.partition(" (default: ")
-            default = words.removesuffix(")") or setting.default_in_words()
-            choices = f" ({', '.join(setting.choices)})" if setting.choices else ""
-            rows.append(f"| `{setting.flag}` | {default} | {text}{choices} |")
-    return "\n".join(rows)
-
-
 # ---- flat settings
 
 

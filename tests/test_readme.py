@@ -4,8 +4,6 @@ In every document a block fenced as ```bash must parse and start known programs 
 In docs/usage.md a block fenced as ```bash run is also executed, in a copy of the repository, so it
 stands alone and takes seconds. What runs commands is marked `slow`.
 What reads documents without running them is marked `structure`.
-
-    python tests/test_readme.py                # write the table of docs/flags.md again
 """
 
 import json
@@ -18,19 +16,16 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
+from test_technique import copy_project
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # when this file is the command
-
-from test_technique import copy_project  # noqa: E402
-
-import config  # noqa: E402
-from model import TransformerConfig  # noqa: E402
-from support.settings import table_of  # noqa: E402
-from support.sizes import parameter_count  # noqa: E402
+import config
+from model import TransformerConfig
+from support.settings import settings_of
+from support.sizes import parameter_count
 
 sys.path.append(str(ROOT / "docs"))
-import tables  # noqa: E402
+import tables
 
 FOLDERS = ("bench", "corpus", "docs", "kernels", "results", "support", "tests")
 
@@ -44,10 +39,6 @@ FAST_TIMEOUT_S = 120  # for commands of seconds, likewise
 
 TECHNIQUES = [f"docs/{name}.md" for name in ("curriculum", "packing", "ltd", "pseudo", "offload")]
 PROSE = ["README.md", *TECHNIQUES, *(f"docs/{name}.md" for name in ("clock", "method", "measured"))]
-
-FLAGS_PAGE = "docs/flags.md"
-FLAGS_TABLE = re.compile(r"(?<=<!-- flags -->\n).*(?=\n<!-- /flags -->)", re.DOTALL)
-REFRESH = "python tests/test_readme.py"
 
 FENCED = re.compile(r"^ *```([^\n`]*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 FILE_NAME = re.compile(
@@ -83,7 +74,7 @@ def commands_of(text: str) -> list[str]:
 def command_problems(command: str) -> list[str]:
     """Name what a reader who types this command would stumble over; an open quote raises."""
     targets = re.findall(r"^([\w-]+):", read("Makefile"), flags=re.MULTILINE)
-    flags = re.findall(r"--[a-z0-9-]+", table_of(config.Config).replace("--[no-]", "--"))
+    flags = [setting.flag for setting in settings_of(config.Config).values()]
     found = []
     for part in re.split(r" (?:&&|\|) ", command):
         program, *arguments = shlex.split(part, comments=True)
@@ -226,12 +217,6 @@ def test_a_document_names_programs_flags_and_files_that_exist(document):
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.structure
-def test_the_flags_table_is_what_config_generates():
-    message = f"the flags table is not that of config.py: refresh it with `{REFRESH}`"
-    assert FLAGS_TABLE.findall(read(FLAGS_PAGE)) == [table_of(config.Config)], message
-
-
 @pytest.mark.slow
 def test_the_commands_run(checkout):
     blocks = [lines for info, lines in blocks_of(read("docs/usage.md")) if info == "bash run"]
@@ -251,8 +236,3 @@ def test_the_training_command_learns(checkout):
     shown = re.search(r"^held-out: (\S+)", read("README.md"), re.MULTILINE)[1]
     assert final[-1] == pytest.approx(float(shown), abs=0.01), "two seeds differ by 0.003"
     assert list(log.parent.glob("step-*.pt")) and (log.parent / "report.html").exists()
-
-
-if __name__ == "__main__":
-    text = FLAGS_TABLE.sub(lambda _: table_of(config.Config), read(FLAGS_PAGE))
-    (ROOT / FLAGS_PAGE).write_text(text, encoding="utf-8")
