@@ -199,6 +199,8 @@ def test_a_technique_has_one_headline():
         "docs/pseudo.md": f"{16e-9 * parameter_count(shadow):.1f} GB",
         "docs/offload.md": f"{weights} times as long",
     }
+    *_, same, _ = tables.headline("four layers, all three (README's command)")
+    assert f"{1 / float(same):.1f} times as long for this loss" in read("README.md")
     for page, phrase in phrases.items():
         assert all(phrase in read(place) for place in ("README.md", page, "CHANGELOG.md")), phrase
     for page in ("README.md", *TECHNIQUES):
