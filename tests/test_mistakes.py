@@ -84,7 +84,6 @@ CASES = {  # command -> part of its message
     "packing 100 abc": "100 abc: name lengths in tokens, or a folder",
     "packing -5": "-5: name lengths in tokens, or a folder",
     "packing 3 4 --max-len 1e18": "is too long: choose at most 2^24 tokens",
-    "config --oops": "unrecognized arguments: --oops",
     "sample R/config.json": "R/config.json is damaged or no checkpoint: File is not a zip file\n",
     f"{TRAIN} --init damaged": "step-00000001.pt is damaged",
     "report nowhere": "nowhere has no log.jsonl with a run's start: name the folder",
