@@ -1,7 +1,7 @@
 """What train.py prints about a run, before it starts and at its end.
 
     announce    model, memory, batch, data and what lies ahead, before a run or with --dry-run
-    spent       tokens, FLOPs and time, beside the same run without techniques
+    spent       tokens, FLOPs and time, beside the same --tokens without techniques
 
 `Plan.forecast` estimates what lies ahead. Nothing here changes a run.
 """
@@ -83,10 +83,10 @@ def data(plan: Plan) -> str:
 
 
 def ahead(plan: Plan, clock: Clock, forecast: Forecast) -> str:
-    """Say what the rest of the run takes, and what it would take without techniques.
+    """Say what the rest of the run takes, and what the same --tokens take without techniques.
 
-    Example: about 248 steps, 1,972,046 tokens of text, 13.8 TFLOP (0.72 epochs); without
-             techniques: about 135 steps, 1,105,920 tokens of text, 15.7 TFLOP
+    Example: about 248 steps, 1,972,046 tokens of text, 13.8 TFLOP (0.72 epochs); the same --tokens
+             without techniques: about 135 steps, 1,105,920 tokens of text, 15.7 TFLOP
     """
     plain = plan.without_techniques().forecast(clock)
     epochs = forecast.tokens / max(plan.store.meta["train_tokens"], 1)
@@ -94,7 +94,7 @@ def ahead(plan: Plan, clock: Clock, forecast: Forecast) -> str:
     if epochs > MANY_EPOCHS:
         clauses.append(f"beyond {MANY_EPOCHS} epochs, text teaches less each time")
     if plain != forecast:
-        clauses.append(f"without techniques: about {plain}")
+        clauses.append(f"the same --tokens without techniques: about {plain}")
     return "; ".join(clauses)
 
 
@@ -122,15 +122,15 @@ def afterwards(plan: Plan) -> str:
 
 
 def spent(plan: Plan, run: Run) -> str:
-    """Say what the run has read and computed, and what it would have without techniques.
+    """Say what the run has read and computed, and what a plain run of the same budget takes.
 
-    Example: read 1,972,007 tokens in 13.8 TFLOP and 0:04:15 of steps; without techniques about 135
-             steps, 1,105,920 tokens of text, 15.7 TFLOP
+    Example: read 1,972,007 tokens in 13.8 TFLOP and 0:04:15 of steps; the same --tokens without
+             techniques: about 135 steps, 1,105,920 tokens of text, 15.7 TFLOP
     """
     seconds = sum(line["ms"] for line in read_log(run.folder) if line["event"] == "train") / 1e3
     text = f"read {run.clock.real_tokens:,} tokens in {short(run.clock.flops, 'FLOP')}"
     text = f"{text} and {duration(seconds)} of steps"
     plain = plan.without_techniques()
     if plain.settings != plan.settings:
-        text += f"; without techniques about {plain.forecast(Clock())}"
+        text += f"; the same --tokens without techniques: about {plain.forecast(Clock())}"
     return text

@@ -406,6 +406,8 @@ def runs_table(
 ) -> str:
     """Compare runs with two plain frontiers: of the same model, and of all models in `beside`.
 
+    The last two columns are shares of what these need for the loss.
+
     Args: unsaid flags that the table leaves out
     """
     plain = [p for p in beside if p.plain]
@@ -422,9 +424,8 @@ def runs_table(
         ]
         for p in points
     ]
-    names = ["flags", "seeds", *FIXED, "bits per byte"]
-    against = [f"of the same model's {fixed}", "of the best plain model's"]
-    return markdown_table([*names, *against], rows)
+    names = ["flags", "seeds", *FIXED, "bits per byte", "same model", "best plain"]
+    return markdown_table(names, rows)
 
 
 def flags_in(text: str) -> list[str]:

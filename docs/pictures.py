@@ -353,11 +353,11 @@ def flow() -> str:
     for y, words in (
         (22, "1  A store: documents, one after the other (prepare.py)"),
         (76, "2  Samples that fit a row of 8, shuffled (plan.py)"),
-        (130, "3  Curriculum: at most 4 at this stage (curriculum.py)"),
-        (184, "4  Packing: rows of 8, filled (packing.py)"),
-        (238, "5  Dropping: middle layers keep a random 3 (ltd.py)"),
-        (352, "6  The loss on every token moves the weights; the tokens"),
-        (369, "    read so far set what the next step may read (train.py)"),
+        (130, "3  Curriculum: cut to at most 4, at this stage (curriculum.py)"),
+        (184, "4  Packing: rows of 8, as full as possible (packing.py)"),
+        (238, "5  Dropping: middle layers see a random 3 of a row (ltd.py)"),
+        (352, "6  The loss on every token moves the weights. The clock"),
+        (369, "    says what the next step may read (train.py)"),
     ):
         parts.append(text(12, y, words))
     strips = ((np.stack((ends[:-1], ends[1:]), axis=1), 30), (drawn, 84), (pieces, 138))
@@ -367,6 +367,7 @@ def flow() -> str:
         parts += cells(row, 12 + 124 * number, 192, 0, whole)
     for layer, seen in enumerate([whole, *kept, whole]):
         parts += cells(rows[0], 12, 312 - 22 * layer, 0, seen)
+        parts.append(text(134, 326 - 22 * layer, f"layer {layer}"))
     return svg(parts, 382)
 
 

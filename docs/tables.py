@@ -58,14 +58,51 @@ def headlines() -> str:
     return markdown_table([*names, "same model, AVX2", "best plain, AVX2"], rows)
 
 
-def runs(section: str, pattern: str, least_seeds: str = "1") -> str:
-    """Compare the runs of a section whose flags match. Flags that all have stand above."""
+RUNS = {  # section of bench/frontier.ini, flags of all runs in the table, further ones of each
+    "long rows": (
+        "books",
+        "--layers 1 --batch-tokens 4096 --tokens 1.8M",
+        "--beta2 0.95",
+        "--curriculum seqlen --dtype bf16 --beta2 0.95",
+        "--pack --dtype bf16 --beta2 0.95",
+        "--curriculum seqlen-reshape --dtype bf16 --beta2 0.95",
+        "--pack --curriculum seqlen --beta2 0.95",
+    ),
+    "short rows": (
+        "nano",
+        "--layers 4 --batch-tokens 4096",
+        "--tokens 11.8M",
+        "--tokens 11.8M --pack --curriculum seqlen",
+        "--tokens 9.6M --ltd --pack --curriculum seqlen",
+    ),
+    "BERT": ("bert", "--layers 2 --batch-tokens 8192 --tokens 1M", "", "--pack"),
+    "one stream": (
+        "english",
+        "--batch-tokens 4096",
+        "--layers 3 --tokens 5.8M",
+        "--layers 3 --tokens 5.8M --pack",
+        "--layers 2 --tokens 8.1M",
+        "--layers 2 --tokens 8.1M --pack",
+    ),
+    "shadows": (
+        "tied",
+        "--layers 6 --batch-tokens 2048",
+        "--tokens 800K",
+        "--tokens 800K --pseudo --pseudo-group 1 --pseudo-until 0.5 --pseudo-state rescale",
+        "--tokens 800K --pseudo --pseudo-group 3 --pseudo-until 0.05 --pseudo-state rescale",
+        "--tokens 450K --pseudo --pseudo-layers 3 --pseudo-until 0.75 --pseudo-state rescale",
+    ),
+}
+
+
+def runs(name: str) -> str:
+    """Compare runs of a section with its plain runs. The flags that all have stand above."""
+    section, start, *more = RUNS[name]
     points = points_in(section, "cpu")
-    some = [p for p in points if len(p.losses) >= int(least_seeds)]
-    chosen = [p for p in some if re.search(pattern, p.flags)]
-    every = [f for f in flags_in(chosen[0].flags) if all(f in flags_in(p.flags) for p in chosen)]
-    shared = " ".join([*flags_in(arms_in([section])[0].shared), *every])
-    return f"All have `{shared}`.\n\n{runs_table(chosen, points, unsaid=every)}"
+    found = {frozenset(flags_in(p.flags)): p for p in points}
+    chosen = [found[frozenset(flags_in(f"{start} {rest}"))] for rest in more]
+    shared = f"{arms_in([section])[0].shared} {start}"
+    return f"All have `{shared}`.\n\n{runs_table(chosen, points, unsaid=flags_in(start))}"
 
 
 KEPT = {  # tokens per weight of the blocks: section, flags, budgets with all, 1/2, 1/4, 1/16 kept
