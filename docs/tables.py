@@ -68,13 +68,6 @@ RUNS = {  # section of bench/frontier.ini, flags of all runs in the table, furth
         "--curriculum seqlen-reshape --dtype bf16 --beta2 0.95",
         "--pack --curriculum seqlen --beta2 0.95",
     ),
-    "short rows": (
-        "nano",
-        "--layers 4 --batch-tokens 4096",
-        "--tokens 11.8M",
-        "--tokens 11.8M --pack --curriculum seqlen",
-        "--tokens 9.6M --ltd --pack --curriculum seqlen",
-    ),
     "BERT": ("bert", "--layers 2 --batch-tokens 8192 --tokens 1M", "", "--pack"),
     "one stream": (
         "english",
@@ -138,7 +131,6 @@ def mean_of(losses: list[float]) -> str:
 STEPS = [  # what changes, in a step of; then file of records, what identifies one, name in it
     ("packed rows", "6x128", "step", "6x128 adamw", "packed"),
     ("1/2 of the tokens kept in 4 layers", "6x128", "step", "6x128 adamw", "keep 1/2"),
-    ("1/4 kept", "6x128", "step", "6x128 adamw", "keep 1/4"),
     ("32 answers packed, not padded, Muon", "4x128", "step", "qa muon", "same documents"),
     ("one block used by all layers", "124M", "scale", "124M shared", "shared"),
     ("6 layers run", "12x256", "scale", "12x256 growth", "6 of 12"),
