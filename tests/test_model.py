@@ -316,5 +316,5 @@ def test_outputs_to_the_residual_stream_start_smaller_in_gpt():
 
 def test_unknown_choices_are_refused():
     """For example, an unknown kind of positions is not treated as rotary."""
-    for name, value in {"pos": "alibi", "norm": "batchnorm", "mlp": "relu"}.items():
+    for name, value in {"pos": "sinusoidal", "norm": "batchnorm", "mlp": "relu"}.items():
         assert value in refusal(initial, "gpt", **{name: value})
