@@ -32,15 +32,6 @@ def code_of(monkeypatch):
     return names
 
 
-def test_a_run_is_loaded_and_generates_text(run_of, tmp_path, monkeypatch, code_of):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs/gpt-nano-1").symlink_to(run_of())
-    ran = code_of("load_run.py")
-    assert ran.text.startswith("Call me")
-    assert ran.logits.shape[:2] == ran.states.shape[:2] == ran.tokens.shape
-
-
 def test_rows_packed_by_the_page_have_the_losses_of_their_documents(code_of):
     """Its leak check reports no leak with our mask, and all of them without."""
     packed_rows = code_of("packed_rows.py").packed_rows

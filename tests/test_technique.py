@@ -67,12 +67,12 @@ def pytest_passes(copy: Path, *arguments: str) -> None:
 
 TEST_OF_THE_REST = """
 import config, evaluate, sample
-from support.settings import table_of
+from support.settings import settings_of
 def test_the_rest_trains_samples_and_evaluates_without_the_flags_of_a_technique(run):
     run("--tokens 512 {flags}")
     sample.main(["run", "--prompt", "", "--tokens", "3"])
     evaluate.main(["run", "--device", "cpu", "--tokens", "500"])
-    assert "--{technique}" not in table_of(config.Config)
+    assert "{technique}.on" not in settings_of(config.Config)
 """
 
 
