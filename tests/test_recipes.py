@@ -1,4 +1,4 @@
-"""Every command of docs/recipes.md runs, at a small size.
+"""Every command of docs/recipes.md and of the techniques' pages runs, at a small size.
 
 First the test makes the files that the commands name: folders of text and published weights.
 Commands that train get flags that make the model tiny. GPT-2's tokenizer, which would have to be
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_readme import commands_of, documents, read
+from test_readme import TECHNIQUES, commands_of, documents, read
 
 from kernels.rotary import Scaling
 from model import Transformer, TransformerConfig
@@ -20,17 +20,19 @@ from prepare import write_ranks
 from support.process import ROOT
 from support.published import GPT2_LAYOUT, LLAMA_LAYOUT, published_views, save_file
 
-PAGE = "docs/recipes.md"
-TINY = "--layers 3 --heads 2 --width 32 --seq-len 32 --batch-tokens 256 --tokens 512"
+PAGES = ["docs/recipes.md", *TECHNIQUES]
+TINY = "--heads 2 --width 32 --seq-len 32 --batch-tokens 256 --tokens 512"
 TINY += " --eval-tokens 200 --final-eval-tokens 200 --device cpu"
 SMALLER = {"gpt2": "bytes", "4096": "300", "200": "20"}
-SMALLER["discrete:128@0.5:512@0.85:2048"] = "discrete:8@0.5:16@0.85:32"
+SMALLER |= {"discrete:128@0.5:512@0.85:2048": "discrete:8@0.5:16@0.85:32", "STORE": "store"}
+SMALLER |= {"64,1": "8,1", "128": "8", "450K": "512"}
+SIZES = ("--size", "124M", "350M", "1.3B")
 
 
-def at_toy_size(module: str, arguments: list[str]) -> list[str]:
+def at_toy_size(module: str, arguments: list[str], layers: int) -> list[str]:
     """Shrink a command. If a flag is given twice, the last value counts."""
-    words = [SMALLER.get(word, word) for word in arguments if word not in ("--size", "124M")]
-    return [*words, *TINY.split()] if module == "train" else words
+    words = [SMALLER.get(word, word) for word in arguments if word not in SIZES]
+    return [*words, *TINY.split(), "--layers", str(layers)] if module == "train" else words
 
 
 def make_input_files() -> None:
@@ -60,19 +62,22 @@ def make_input_files() -> None:
             save_file(out, published_views(model.state_dict(), layout))
 
 
-def test_every_command_runs(no_sample_or_report, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_runs(page, store_dir, no_sample_or_report, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_input_files()
+    Path("store").symlink_to(store_dir)
     ran = []
-    for line in commands_of(read(PAGE)):
+    for line in commands_of(read(page).replace("torchrun --nproc-per-node 8", "torchrun")):
         words = shlex.split(line, comments=True)
         name, *arguments = (word for word in words if word not in ("python", "torchrun", "-m"))
         module = name.removesuffix(".py")
-        arguments = at_toy_size(module, arguments)
+        arguments = at_toy_size(module, arguments, layers=3 if "recipes" in page else 6)
         ran.append(f"{module} {shlex.join(arguments)}")
         try:
             status = importlib.import_module(module).main(arguments)
         except (ValueError, SystemExit) as error:
             pytest.fail(f"{ran[-1]}: {error}")
         assert not status, f"{ran[-1]}\n{capsys.readouterr().out}"
-    assert {line.split()[0] for line in ran} >= {"train", "prepare", "report", "evaluate", "sample"}
+    known = {"train", "prepare", "report", "evaluate", "sample"}
+    assert ran and ("recipes" not in page or {line.split()[0] for line in ran} >= known)
