@@ -22,6 +22,7 @@ MARKED = re.compile(r"(<!-- table ([^\n]*) -->\n).*?(?=\n<!-- /table -->)", re.D
 
 ALL = "--layers {} --batch-tokens {} --tokens {} --ltd --pack --curriculum seqlen"
 GROWING = "--layers 2 --batch-tokens 8192 --tokens {} --pack --curriculum seqlen"
+SHADOW = "--layers 6 --tokens {} --pseudo --pseudo-state rescale --pseudo"
 LEVELS = "--curriculum-pace discrete:128@0.5:512@0.85:2048"
 HEADLINES = {  # what the table calls a run: section of bench/frontier.ini, flags
     "four layers, all three (README's command)": ("books", ALL.format(4, 8192, "1.1M")),
@@ -81,11 +82,12 @@ RUNS = {  # section of bench/frontier.ini, flags of all runs in the table, furth
     ),
     "shadows": (
         "tied",
-        "--layers 6 --batch-tokens 2048",
-        "--tokens 800K",
-        "--tokens 800K --pseudo --pseudo-group 1 --pseudo-until 0.5 --pseudo-state rescale",
-        "--tokens 800K --pseudo --pseudo-group 3 --pseudo-until 0.05 --pseudo-state rescale",
-        "--tokens 450K --pseudo --pseudo-layers 3 --pseudo-until 0.75 --pseudo-state rescale",
+        "--batch-tokens 2048",
+        "--layers 3 --tokens 800K",
+        "--layers 6 --tokens 800K",
+        f"{SHADOW.format('800K')}-group 1 --pseudo-until 0.5",
+        f"{SHADOW.format('800K')}-group 3 --pseudo-until 0.05",
+        f"{SHADOW.format('450K')}-layers 3 --pseudo-until 0.75",
     ),
 }
 
@@ -158,28 +160,7 @@ def steps() -> str:
     return markdown_table(["what changes", "in a step of", "time", "FLOPs"], rows)
 
 
-PACKERS = (("lpfhp", None), ("spfhp", None), ("lpfhp", 3), ("nnlshp", 3))
-
-
-def packers() -> str:
-    """Show what each packer needs for the paper's histogram, and the paper's code beside it."""
-    found: dict[tuple, dict] = {packer: {} for packer in PACKERS}
-    for record in records("packers"):
-        if record["case"] in ("histogram", "graphcore"):
-            for each in record["found"]:  # of both cases, the last one counts
-                found.setdefault((each["packer"], each["max_per_pack"]), {}).update(each)
-    rows = []
-    for name, most in PACKERS:
-        packed = found[name, most]
-        times = (packed.get("s", packed["seconds"]), packed.get("graphcore_s"))
-        seconds = [f"{took[1]:.2g}" if took else "-" for took in times]
-        full = f"{packed['efficiency']:.2%}"
-        rows.append([f"`{name}`", str(most or "any"), f"{packed['packs']:,}", full, *seconds])
-    names = ["packer", "most per row", "rows", "full", "seconds", "seconds of the paper's code"]
-    return markdown_table(names, rows)
-
-
-FUNCTIONS = {f.__name__: f for f in (headlines, runs, kept, steps, packers)}
+FUNCTIONS = {f.__name__: f for f in (headlines, runs, kept, steps)}
 
 
 def with_tables(page: str) -> str:
