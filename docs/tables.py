@@ -15,7 +15,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "bench"))
 
-from frontier import arms_in, flags_in, markdown_table, points_in, runs_table
+from frontier import (
+    arms_in,
+    flags_in,
+    markdown_table,
+    points_in,
+    runs_table,
+    spread,
+    written,
+)
 from measure import records
 
 MARKED = re.compile(r"(<!-- table ([^\n]*) -->\n).*?(?=\n<!-- /table -->)", re.DOTALL)
@@ -132,6 +140,19 @@ def mean_of(losses: list[float]) -> str:
     return f"{statistics.mean(losses):.3f} ({len(losses)})" if losses else "-"
 
 
+def losses(file: str, section: str) -> str:
+    """List the runs of a section that are compared with each other, and with no frontier."""
+    made = [record for record in records(file) if record["section"] == section]
+    rows = []
+    for flags in dict.fromkeys(record["flags"] for record in made):
+        seeds = [record for record in made if record["flags"] == flags]
+        read = written("raw tokens", seeds[0]["real_tokens"])
+        loss = spread([record["val_bpb"] for record in seeds])
+        rows.append([f"`{flags}`", str(len(seeds)), read, loss])
+    table = markdown_table(["flags", "seeds", "raw tokens", "bits per byte"], rows)
+    return f"All have `{made[0]['shared']}`.\n\n{table}"
+
+
 STEPS = [  # what changes, in a step of; then file of records, what identifies one, name in it
     ("packed rows", "6x128", "step", "6x128 adamw", "packed"),
     ("1/2 of the tokens kept in 4 layers", "6x128", "step", "6x128 adamw", "keep 1/2"),
@@ -160,7 +181,7 @@ def steps() -> str:
     return markdown_table(["what changes", "in a step of", "time", "FLOPs"], rows)
 
 
-FUNCTIONS = {f.__name__: f for f in (headlines, runs, kept, steps)}
+FUNCTIONS = {f.__name__: f for f in (headlines, runs, kept, losses, steps)}
 
 
 def with_tables(page: str) -> str:
