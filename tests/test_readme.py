@@ -166,7 +166,7 @@ def sentences(text: str) -> list[str]:
 
 
 HARD = {  # to read
-    "three numbers": r"(?:(?<![\w.,/-])\d[\d,]*(?:\.\d+)?(?![\w-]).*){3}",
+    "three numbers": r"(?:(?<![\w.,/-])(?>\d[\d,]*(?:\.\d+)?)(?![\w-]).*){3}",
     "a number without a unit": r"(?<![\w.,/-])\d+\.\d+(?![\w.-])(?! ?[%A-Za-z])",
     "a bracket after a bracket": r"\)\s*\(",
     "two baselines": r"same model.*best plain model|best plain model.*same model",
