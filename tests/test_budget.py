@@ -19,7 +19,7 @@ pytestmark = pytest.mark.structure
 ROOT = Path(__file__).resolve().parent.parent
 # Raising a number is a commit of its own that says why. The goal for the product is 6,900 lines:
 # what is added from here on makes something else simpler.
-MOST = {"product": 7_376, "bench": 1_334, "tests": 8_210, "docs": 460, "lesson": 250}
+MOST = {"product": 7_376, "bench": 1_334, "tests": 8_220, "docs": 460, "lesson": 250}
 MOST_FILES = 41  # of the product: the example of docs/extending.md adds one
 LONG = 450  # code lines, above which a file's docstring says "one subject" and why
 CODELESS = {
