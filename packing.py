@@ -58,6 +58,7 @@ class PackConfig:
     batch: str | None = flag(
         "--pack-batch", None, "what a step keeps constant (default: rows; BERT documents)", BATCHES
     )
+    mask: bool = flag("--pack-mask", True, "documents of a row do not see each other")
     packer: str = flag("--pack-packer", DEFAULT, "algorithm; nnlshp needs SciPy", PACKERS)
 
 

@@ -118,6 +118,10 @@ class Plan:
         numbers, rows = window.rows.of_rank(runtime.rank, runtime.world_size)
         key = (context.seed, "mask", context.step)
         batch = self.task.batch(self.store, rows, window.seq_len, window.rows, *key)
+        if self.settings.pack.on and not self.settings.pack.mask:
+            row = torch.arange(window.seq_len).expand_as(batch.tokens)
+            whole = torch.zeros_like(batch.tokens)
+            batch = replace(batch, positions=row, doc_ids=whole, is_plain=True)
         return Step(
             batch=batch.to(runtime.device),
             row_numbers=on_device(torch.from_numpy(numbers), runtime.device),

@@ -171,12 +171,17 @@ def train(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> int:
     with StopSignal() as stop, run.progress_bar() as bar:
         if evaluate_if_due(run, data, trainer, on_the_way):
             run.save(trainer.state(), trainer.optimizers.named)
+        averaged, total = 0, {}
         for step, waited_ms in read_ahead(plan, run.clock):
             began = time.perf_counter()
             if settings.pseudo.on:
                 enter_stage(trainer, step, run.log)
             done = trainer.train_step(step)
             run.advance(step.after)
+            if step.context.progress >= 1 - settings.optim.average > 0 and settings.optim.average:
+                averaged += 1
+                for name, value in trainer.model.state_dict().items():
+                    total[name] = total.get(name, 0) + value.double()
             ms = (time.perf_counter() - began) * 1e3 + waited_ms
             note = step.window.limits.note
             if note and not has_noted:
@@ -188,6 +193,8 @@ def train(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> int:
             if runtime.on_any_rank(stop.number > 0):
                 run.save(trainer.state(), trainer.optimizers.named)
                 return stop.number or signal.SIGTERM
+            if run.budget_is_consumed and averaged:
+                trainer.model.load_state_dict({n: v / averaged for n, v in total.items()})
             if run.budget_is_consumed:  # the last evaluation may take minutes
                 run.save(trainer.state(), trainer.optimizers.named)
             is_best = evaluate_if_due(run, data, trainer, on_the_way)

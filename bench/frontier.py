@@ -172,7 +172,7 @@ def shape_of(settings: config.Config, model: TransformerConfig, step: Step) -> s
         owners = pseudo.owners_at(settings.pseudo, blocks, step.context.progress)
         blocks = len({*owners} - {pseudo.ABSENT})
     shape = f"{rows} rows of {seq_len}"
-    if settings.pack.on:
+    if settings.pack.on and settings.pack.mask:
         # rounded, for few shapes in a curriculum
         longest = 1 << (step.window.limits.max_piece_len - 1).bit_length()
         shape += f" in pieces up to {longest}, {settings.pack.max_per_row or 'many'} a row"
@@ -193,13 +193,24 @@ def run(arm: Arm, stores: dict[str, Path], device: str) -> dict:
         command = [sys.executable, str(ROOT / "train.py"), *argv, "--out", str(out)]
         threads = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | threads)
+        if "the loss" in done.stderr or "the gradient" in done.stderr:  # not finite
+            return {
+                **arm._asdict(),
+                "val_bpb": None,
+                "stopped": done.stderr.strip().splitlines()[-1],
+            }
         if done.returncode:
             raise ValueError(f"{shlex.join(argv)}: {done.stderr.strip().splitlines()[-1]}")
         lines, text = [*read_log(out)], json.loads((out / "config.json").read_text())["store"]
     steps = [line for line in lines if line["event"] == "train"]
     (final,) = (line for line in lines if line["event"] == "eval" and line["last"])
     *_, planned_steps = plan_run(arm, stores)
+    losses = [line["loss"] for line in steps]
+    over = [x / min(losses[:n]) for n, x in enumerate(losses) if n]  # over the lowest before
     return {
+        "worst_ratio": round(max(over), 3),
+        "last_ratio": round(over[-1], 3),
+        "steps_above_1.2": sum(ratio > 1.2 for ratio in over),
         **arm._asdict(),
         "text_sha256": text["tokens.bin"][:16],
         "val_bpb": round(final["val_bpb"], 4),
@@ -211,11 +222,11 @@ def run(arm: Arm, stores: dict[str, Path], device: str) -> dict:
 
 
 def make_runs(args: argparse.Namespace) -> None:
-    done = {arm_of(record) for record in known("frontier", args.device)}
+    done = {arm_of(record) for record in known("arms", args.device)}
     arms = [arm for arm in arms_in(args.sections) if arm not in done][: args.most]
     for arm in arms:  # report a wrong flag before the first run starts
         config.build(config.parse(arm.argv(args.stores)))
-    keep = recorder("frontier", args)
+    keep = recorder("arms", args)
     with ThreadPoolExecutor(1 if args.device == "cuda" else 2) as pool:
         running = [pool.submit(run, arm, args.stores, args.device) for arm in arms]
         for number, future in enumerate(as_completed(running), 1):

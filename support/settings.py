@@ -217,6 +217,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
+    average: float = flag("--average", 0.0, "last share of a run whose weights' mean is evaluated")
     tokens: int | None = flag(
         "--tokens", None, "budget; --resume may raise it (default: by --size)", least=1, most=10**15
     )
