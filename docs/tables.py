@@ -73,12 +73,12 @@ def headlines() -> str:
 RUNS = {  # section of bench/frontier.ini, flags of all runs in the table, further ones of each
     "long rows": (
         "books",
-        "--layers 1 --batch-tokens 4096 --tokens 1.8M",
-        "--beta2 0.95",
-        "--curriculum seqlen --dtype bf16 --beta2 0.95",
-        "--pack --dtype bf16 --beta2 0.95",
-        "--curriculum seqlen-reshape --dtype bf16 --beta2 0.95",
-        "--pack --curriculum seqlen --beta2 0.95",
+        "--layers 1 --batch-tokens 4096 --tokens 1.8M --beta2 0.95",
+        "",
+        "--curriculum seqlen --dtype bf16",
+        "--pack --dtype bf16",
+        "--curriculum seqlen-reshape --dtype bf16",
+        "--pack --curriculum seqlen",
     ),
     "one stream": (
         "english",
@@ -93,7 +93,7 @@ RUNS = {  # section of bench/frontier.ini, flags of all runs in the table, furth
         "--batch-tokens 2048",
         "--layers 3 --tokens 800K",
         "--layers 6 --tokens 800K",
-        f"{SHADOW.format('800K')}-group 1 --pseudo-until 0.5",
+        f"{SHADOW.format('800K')}-group 1 --pseudo-until 0.05",
         f"{SHADOW.format('800K')}-group 3 --pseudo-until 0.05",
         f"{SHADOW.format('450K')}-layers 3 --pseudo-until 0.75",
     ),
@@ -153,6 +153,24 @@ def losses(file: str, section: str) -> str:
     return f"All have `{made[0]['shared']}`.\n\n{table}"
 
 
+def across(section: str, flag: str, *unsaid: str) -> str:
+    """Show losses of results/arms.jsonl: a column for each value of `flag`, a line for the others.
+
+    Args: unsaid flags that make no line of their own
+    """
+    made = [record for record in records("arms") if record["section"] == section]
+    found: dict[str, dict[str, list[float]]] = {}
+    for record in made:
+        flags = [f for f in flags_in(record["flags"]) if f.split()[0] not in unsaid]
+        value = next((f for f in flags if f.split()[0] == flag), f"no {flag}")
+        others = " ".join(f for f in flags if f != value) or "plain"
+        found.setdefault(others, {}).setdefault(value, []).append(record["val_bpb"])
+    values = sorted({value for losses in found.values() for value in losses})
+    rows = [[f"`{others}`", *(spread(of[v]) for v in values)] for others, of in found.items()]
+    table = markdown_table(["flags", *(f"`{value}`" for value in values)], rows)
+    return f"All have `{made[0]['shared']}`.\n\n{table}"
+
+
 STEPS = [  # what changes, in a step of; then file of records, what identifies one, name in it
     ("packed rows", "6x128", "step", "6x128 adamw", "packed"),
     ("1/2 of the tokens kept in 4 layers", "6x128", "step", "6x128 adamw", "keep 1/2"),
@@ -179,7 +197,7 @@ def steps() -> str:
     return markdown_table(["what changes", "in a step of", "time", "FLOPs"], rows)
 
 
-FUNCTIONS = {f.__name__: f for f in (headlines, runs, kept, losses, steps)}
+FUNCTIONS = {f.__name__: f for f in (headlines, runs, kept, losses, across, steps)}
 
 
 def with_tables(page: str) -> str:
