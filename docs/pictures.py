@@ -371,20 +371,9 @@ def flow() -> str:
     return svg(parts, 382)
 
 
-PICTURES: dict[str, Callable[[], str]] = {
-    "frontier": frontier,
-    "texts": texts,
-    "stages": stages,
-    "timeline": timeline,
-    "paces": paces,
-    "gain": gain,
-    "mask": mask,
-    "packs": packs,
-    "flow": flow,
-    "clock": clock,
-    "dropped": dropped,
-    "given": given,
-}
+OF_RECORDS = (frontier, gain, given, texts)
+OF_CODE = (clock, dropped, flow, mask, packs, paces, stages, timeline)
+PICTURES = {draw.__name__: draw for draw in (*OF_RECORDS, *OF_CODE)}
 
 if __name__ == "__main__":
     for name, drawn in PICTURES.items():
