@@ -26,7 +26,7 @@ from frontier import (
 )
 from measure import records
 
-MARKED = re.compile(r"(<!-- table ([^\n]*) -->\n).*?(?=\n<!-- /table -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- table ([^\n]*) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 ALL = "--layers {} --batch-tokens {} --tokens {} --ltd --pack --curriculum seqlen"
 GROWING = "--layers 2 --batch-tokens 8192 --tokens {} --pack --curriculum seqlen"
@@ -162,12 +162,15 @@ def across(section: str, flag: str, *unsaid: str) -> str:
     found: dict[str, dict[str, list[float]]] = {}
     for record in made:
         flags = [f for f in flags_in(record["flags"]) if f.split()[0] not in unsaid]
-        value = next((f for f in flags if f.split()[0] == flag), f"no {flag}")
-        others = " ".join(f for f in flags if f != value) or "plain"
-        found.setdefault(others, {}).setdefault(value, []).append(record["val_bpb"])
-    values = sorted({value for losses in found.values() for value in losses})
-    rows = [[f"`{others}`", *(spread(of[v]) for v in values)] for others, of in found.items()]
-    table = markdown_table(["flags", *(f"`{value}`" for value in values)], rows)
+        column = next((f"`{f}`" for f in flags if f.split()[0] == flag), "default")
+        others = " ".join(f for f in flags if f.split()[0] != flag)
+        found.setdefault(others, {}).setdefault(column, []).append(record["val_bpb"])
+    columns = sorted({column for losses in found.values() for column in losses})
+    rows = [
+        [f"`{others or 'plain'}`", *(spread(of[c]) for c in columns)]
+        for others, of in found.items()
+    ]
+    table = markdown_table(["flags", *columns], rows)
     return f"All have `{made[0]['shared']}`.\n\n{table}"
 
 
@@ -205,7 +208,7 @@ def with_tables(page: str) -> str:
 
     def filled(mark: re.Match) -> str:
         name, *arguments = shlex.split(mark[2])
-        return mark[1] + FUNCTIONS[name](*arguments)
+        return f"{mark[1]}{FUNCTIONS[name](*arguments)}\n{mark[3]}"
 
     return MARKED.sub(filled, page)
 

@@ -8,11 +8,11 @@ import torch
 from conftest import build, widen
 from small_batches import loss_of, plain_rows
 from test_technique import blocks
-from torch import nn
+from torch import Tensor, nn
 
 import config
 import ltd
-from model import Batch, TokenMeta, Transformer
+from model import Batch, TokenMeta, Transformer, TransformerConfig
 from support.clock import StepContext
 
 CODE = dict(blocks("python", "library"))
@@ -35,10 +35,15 @@ def code_of(monkeypatch):
 def test_rows_packed_by_the_page_have_the_losses_of_their_documents(code_of):
     """Its leak check reports no leak with our mask, and all of them without."""
     packed_rows = code_of("packed_rows.py").packed_rows
-    code_of("leak_check.py")
-    ours = code_of("check_ours.py")
-    assert ours.with_mask == [] and ours.without == [(0, 1), (0, 2), (1, 2)]
-    model, pieces = widen(ours.model), [[*range(9, 29)], [*range(7)], [*range(30, 34)]]
+    leaks = code_of("leak_check.py").leaks
+    model = widen(Transformer(TransformerConfig(4, 4, 128, 512, 256, 50))).eval()
+    tokens, _, positions, doc_ids = packed_rows([[3, 1, 4], [1, 5], [9, 2]], 16)
+
+    def leaked(mask: Tensor | None) -> list[tuple[int, int]]:
+        return leaks(lambda x: model.logits(model(x, positions, mask)), tokens, doc_ids)
+
+    assert leaked(doc_ids) == [] and leaked(None) == [(0, 1), (0, 2), (1, 2)]
+    pieces = [[*range(9, 29)], [*range(7)], [*range(30, 34)]]
     packed = Batch(*packed_rows([pieces[0] + pieces[1], pieces[2]], 20))
     assert packed.tokens.shape == (2, 20)
     alone = sum(loss_of(model, Batch(*packed_rows([piece], len(piece)))) for piece in pieces)
