@@ -156,6 +156,8 @@ def losses(file: str, section: str) -> str:
 def across(section: str, flag: str, *unsaid: str) -> str:
     """Show losses of results/arms.jsonl: a column for each value of `flag`, a line for the others.
 
+    A wide table has no room for ranges.
+
     Args: unsaid flags that make no line of their own
     """
     made = [record for record in records("arms") if record["section"] == section]
@@ -166,9 +168,9 @@ def across(section: str, flag: str, *unsaid: str) -> str:
         others = " ".join(f for f in flags if f.split()[0] != flag)
         found.setdefault(others, {}).setdefault(column, []).append(record["val_bpb"])
     columns = sorted({column for losses in found.values() for column in losses})
+    cell = spread if len(columns) < 3 else mean_of
     rows = [
-        [f"`{others or 'plain'}`", *(spread(of[c]) for c in columns)]
-        for others, of in found.items()
+        [f"`{others or 'plain'}`", *(cell(of[c]) for c in columns)] for others, of in found.items()
     ]
     table = markdown_table(["flags", *columns], rows)
     return f"All have `{made[0]['shared']}`.\n\n{table}"
