@@ -156,7 +156,7 @@ def losses(file: str, section: str) -> str:
 def across(section: str, flag: str, *unsaid: str) -> str:
     """Show losses of results/arms.jsonl: a column for each value of `flag`, a line for the others.
 
-    A wide table has no room for ranges.
+    A wide table has means only.
 
     Args: unsaid flags that make no line of their own
     """
@@ -168,7 +168,7 @@ def across(section: str, flag: str, *unsaid: str) -> str:
         others = " ".join(f for f in flags if f.split()[0] != flag)
         found.setdefault(others, {}).setdefault(column, []).append(record["val_bpb"])
     columns = sorted({column for losses in found.values() for column in losses})
-    cell = spread if len(columns) < 3 else mean_of
+    cell = spread if len(columns) < 3 else lambda losses: f"{statistics.mean(losses):.3f}"
     rows = [
         [f"`{others or 'plain'}`", *(cell(of[c]) for c in columns)] for others, of in found.items()
     ]
