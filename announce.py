@@ -85,8 +85,9 @@ def data(plan: Plan) -> str:
 def ahead(plan: Plan, clock: Clock, forecast: Forecast) -> str:
     """Say what the rest of the run takes, and what the same --tokens take without techniques.
 
-    Example: about 248 steps, 1,972,046 tokens of text, 13.8 TFLOP (0.72 epochs); the same --tokens
-             without techniques: about 135 steps, 1,105,920 tokens of text, 15.7 TFLOP
+    Example: about 248 steps, 1,972,046 tokens of text, 13.8 TFLOP (0.72 epochs); without
+             techniques, the same budget (--tokens) takes about 135 steps, 1,105,920 tokens of text,
+             15.7 TFLOP
     """
     plain = plan.without_techniques().forecast(clock)
     epochs = forecast.tokens / max(plan.store.meta["train_tokens"], 1)
@@ -94,7 +95,7 @@ def ahead(plan: Plan, clock: Clock, forecast: Forecast) -> str:
     if epochs > MANY_EPOCHS:
         clauses.append(f"beyond {MANY_EPOCHS} epochs, text teaches less each time")
     if plain != forecast:
-        clauses.append(f"the same --tokens without techniques: about {plain}")
+        clauses.append(f"without techniques, the same budget (--tokens) takes about {plain}")
     return "; ".join(clauses)
 
 
@@ -124,13 +125,14 @@ def afterwards(plan: Plan) -> str:
 def spent(plan: Plan, run: Run) -> str:
     """Say what the run has read and computed, and what a plain run of the same budget takes.
 
-    Example: read 1,972,007 tokens in 13.8 TFLOP and 0:04:15 of steps; the same --tokens without
-             techniques: about 135 steps, 1,105,920 tokens of text, 15.7 TFLOP
+    Example: read 1,972,007 tokens of text in 13.8 TFLOP and 0:04:15 of steps; without techniques,
+             the same budget (--tokens) takes about 135 steps, 1,105,920 tokens of text, 15.7 TFLOP
     """
     seconds = sum(line["ms"] for line in read_log(run.folder) if line["event"] == "train") / 1e3
-    text = f"read {run.clock.real_tokens:,} tokens in {short(run.clock.flops, 'FLOP')}"
+    text = f"read {run.clock.real_tokens:,} tokens of text in {short(run.clock.flops, 'FLOP')}"
     text = f"{text} and {duration(seconds)} of steps"
     plain = plan.without_techniques()
     if plain.settings != plan.settings:
-        text += f"; the same --tokens without techniques: about {plain.forecast(Clock())}"
+        forecast = plain.forecast(Clock())
+        text += f"; without techniques, the same budget (--tokens) takes about {forecast}"
     return text
