@@ -1,7 +1,7 @@
 """What train.py prints about a run, before it starts and at its end.
 
     announce    model, memory, batch, data and what lies ahead, before a run or with --dry-run
-    spent       tokens, FLOPs and time, beside the same --tokens without techniques
+    spent       steps, tokens, FLOPs and time, above those of a run without techniques
 
 `Plan.forecast` estimates what lies ahead. Nothing here changes a run.
 """
@@ -83,11 +83,10 @@ def data(plan: Plan) -> str:
 
 
 def ahead(plan: Plan, clock: Clock, forecast: Forecast) -> str:
-    """Say what the rest of the run takes, and what the same --tokens take without techniques.
+    """Say what the rest of the run takes, and what it takes without techniques.
 
     Example: about 248 steps, 1,972,046 tokens of text, 13.8 TFLOP (0.72 epochs); without
-             techniques, the same budget (--tokens) takes about 135 steps, 1,105,920 tokens of text,
-             15.7 TFLOP
+             techniques about 135 steps, 1,105,920 tokens of text, 15.7 TFLOP
     """
     plain = plan.without_techniques().forecast(clock)
     epochs = forecast.tokens / max(plan.store.meta["train_tokens"], 1)
@@ -95,7 +94,7 @@ def ahead(plan: Plan, clock: Clock, forecast: Forecast) -> str:
     if epochs > MANY_EPOCHS:
         clauses.append(f"beyond {MANY_EPOCHS} epochs, text teaches less each time")
     if plain != forecast:
-        clauses.append(f"without techniques, the same budget (--tokens) takes about {plain}")
+        clauses.append(f"without techniques about {plain}")
     return "; ".join(clauses)
 
 
@@ -125,14 +124,14 @@ def afterwards(plan: Plan) -> str:
 def spent(plan: Plan, run: Run) -> str:
     """Say what the run has read and computed, and what a plain run of the same budget takes.
 
-    Example: read 1,972,007 tokens of text in 13.8 TFLOP and 0:04:15 of steps; without techniques,
-             the same budget (--tokens) takes about 135 steps, 1,105,920 tokens of text, 15.7 TFLOP
+    Example: spent: 248 steps in 0:04:15, 1,972,007 tokens of text, 13.8 TFLOP
+             without techniques: 135 steps, 1,105,920 tokens of text, 15.7 TFLOP (forecast)
     """
     seconds = sum(line["ms"] for line in read_log(run.folder) if line["event"] == "train") / 1e3
-    text = f"read {run.clock.real_tokens:,} tokens of text in {short(run.clock.flops, 'FLOP')}"
-    text = f"{text} and {duration(seconds)} of steps"
+    clock, steps = run.clock, several(run.clock.step, "step")
+    text = f"spent: {steps} in {duration(seconds)}, {clock.real_tokens:,} tokens of text"
+    text += f", {short(clock.flops, 'FLOP')}"
     plain = plan.without_techniques()
     if plain.settings != plan.settings:
-        forecast = plain.forecast(Clock())
-        text += f"; without techniques, the same budget (--tokens) takes about {forecast}"
+        text += f"\nwithout techniques: {plain.forecast(Clock())} (forecast)"
     return text
