@@ -200,7 +200,7 @@ def test_a_technique_has_one_headline():
     *_, padded = tables.headline("`--pack` on short documents; plain is padded")
     *_, same, _ = tables.headline("eight layers, `--ltd`")
     (weights,) = re.findall(r"weights too .*? \| (\S+) \(", tables.steps())
-    shadow = TransformerConfig(1, 16, 2048, 8192, 2048, 50304, "learned")  # one block of 1.3B
+    shadow = TransformerConfig(4, 16, 2048, 8192, 2048, 50304, "learned")  # --pseudo of 1.3B
     phrases = {
         "docs/curriculum.md": f"{best} of the best plain model's time",
         "docs/packing.md": f"{padded} of the padded run's time",
