@@ -1,7 +1,7 @@
 """What train.py prints about a run, before it starts and at its end.
 
     announce    model, memory, batch, data and what lies ahead, before a run or with --dry-run
-    spent       steps, tokens, FLOPs and time, above those of a run without techniques
+    spent       steps, time, tokens and FLOPs, above a forecast of the same without techniques
 
 `Plan.forecast` estimates what lies ahead. Nothing here changes a run.
 """
@@ -122,15 +122,15 @@ def afterwards(plan: Plan) -> str:
 
 
 def spent(plan: Plan, run: Run) -> str:
-    """Say what the run has read and computed, and what a plain run of the same budget takes.
+    """Say what the run took and, below, what the same --tokens take without techniques.
 
     Example: spent: 248 steps in 0:04:15, 1,972,007 tokens of text, 13.8 TFLOP
              without techniques: 135 steps, 1,105,920 tokens of text, 15.7 TFLOP (forecast)
     """
     seconds = sum(line["ms"] for line in read_log(run.folder) if line["event"] == "train") / 1e3
-    clock, steps = run.clock, several(run.clock.step, "step")
-    text = f"spent: {steps} in {duration(seconds)}, {clock.real_tokens:,} tokens of text"
-    text += f", {short(clock.flops, 'FLOP')}"
+    clock = run.clock
+    text = f"spent: {several(clock.step, 'step')} in {duration(seconds)}"
+    text += f", {clock.real_tokens:,} tokens of text, {short(clock.flops, 'FLOP')}"
     plain = plan.without_techniques()
     if plain.settings != plan.settings:
         text += f"\nwithout techniques: {plain.forecast(Clock())} (forecast)"
