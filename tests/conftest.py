@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, settings
 from torch.multiprocessing import start_processes
 
 # Triton kernels that are defined under its interpreter run on CPU tensors, slowly. Set before
@@ -40,6 +41,9 @@ from support.tokenizer import get_encoding
 # Handle signals again, which a parent such as nohup or a shell with `&` may ignore.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# On a busy machine an example may take any time.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 train.SAMPLE_TOKENS = 3  # a sample of the default length takes half the time of a tiny run
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from small_stores import BYTES_END as END
 from small_stores import TOY, in_memory
-from test_data import FEW, columns_of, drawn_rows, rows_of, width_of
+from test_data import columns_of, drawn_rows, rows_of, width_of
 
 import bert
 from bert import PAIR, BertTask, SpecialIds, answers_of, masked_tokens, sentence_pairs
@@ -35,7 +35,7 @@ def unmasked(batch):
 # ---- batches and masks
 
 
-@FEW
+@settings(max_examples=40)
 @given(drawn_rows, st.integers(0, 3))
 @example([[(0, 4)], [(5, 9)]], 0)
 def test_a_batch_equals_the_definition(rows, padding):

@@ -15,8 +15,6 @@ import analyze
 import curriculum
 from curriculum import Curriculum, CurriculumConfig, Pacing, Pool, Ranking, pace
 
-FEW = settings(max_examples=40, deadline=None)
-
 
 def deepspeed(t, over, start, end, degree, multiple):
     """Compute what DeepSpeed 0.19.8's curriculum_scheduler.py does, in its order of operations.
@@ -39,7 +37,7 @@ def test_pace_equals_worked_examples():
     assert pace(27, 49, 1, 50) == deepspeed(27, 49, 1, 50, 1, 1) == 27
 
 
-@FEW
+@settings(max_examples=40)
 @given(
     over=st.integers(1, 10**6),
     low=st.integers(1, 64),
@@ -193,7 +191,7 @@ def easiest(values, percent):
     return set(order[: math.ceil(Fraction(percent * len(values), 100))])
 
 
-@FEW
+@settings(max_examples=40)
 @given(st.data(), st.integers(1, 100), st.integers(1, 100))
 def test_by_percentile_a_pool_is_what_all_metrics_allow(data, percent, other):
     """If that is nothing, it is the easiest k % by each, for the smallest k that works.
@@ -216,7 +214,7 @@ def test_by_percentile_a_pool_is_what_all_metrics_allow(data, percent, other):
     assert stage.pool is None or stage.pool.size == len(both(level))
 
 
-@FEW
+@settings(max_examples=40)
 @given(values=st.lists(st.integers(0, 12), min_size=1, max_size=60), level=st.integers(1, 13))
 def test_by_value_a_pool_is_every_sample_up_to_the_level(values, level):
     """If there is none, it is every sample of the lowest value, and a note says so.

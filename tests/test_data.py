@@ -17,8 +17,6 @@ from data import GptTask, Rows, Samples, as_pieces, collate, loss_divisor, resha
 from kernels.cross_entropy import IGNORE
 from support.clock import Clock, Cursor
 
-FEW = settings(max_examples=40, deadline=None)
-
 
 def letters(tokens):
     return "".join({END: ".", IGNORE: "_"}.get(token) or chr(token) for token in tokens)
@@ -100,7 +98,7 @@ def columns_of(batch, row):
     return [*zip(*(field[row].tolist() for field in fields), strict=True)]
 
 
-@FEW
+@settings(max_examples=40)
 @given(drawn_rows, st.integers(0, 3))
 @example([[(0, 4)], [(5, 9)]], 0)
 def test_collated_rows_equal_the_definition(rows, padding):
@@ -142,7 +140,7 @@ def test_reshape_equals_worked_examples():
     assert [reshaped_len(1024, limit) for limit in (504, 1024)] == [344, 1024]
 
 
-@FEW
+@settings(max_examples=40)
 @given(st.integers(8, 600), st.integers(1, 600), st.integers(1, 600))
 def test_reshape_predicts_every_token_once(seq_len, limit, size):
     limit, size = min(limit, seq_len), min(size, seq_len)

@@ -152,7 +152,7 @@ def test_no_bit_leaks_between_documents_or_from_padding(impl):
 ROWS = st.lists(st.lists(st.integers(1, 9), max_size=4), min_size=1, max_size=4)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(ROWS)
 def test_bounds_agree_with_the_mask(rows):
     doc_ids, key = documents_of(40, rows), torch.arange(40)
@@ -162,7 +162,7 @@ def test_bounds_agree_with_the_mask(rows):
     assert within.equal(attention_mask(doc_ids, False)[:, 0] & (doc_ids >= 0)[:, :, None])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(ROWS, st.sampled_from([1, 1000]))
 def test_groups_equal_the_definition_for_any_lengths_and_call_size(rows, tokens_of_a_call):
     with pytest.MonkeyPatch.context() as patch:

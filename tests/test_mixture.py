@@ -10,11 +10,11 @@ from functools import partial
 import numpy as np
 import pytest
 from conftest import BYTES, TINY, at_step, metrics, read_log, refusal, terminate
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_stores import ONE as ALONE
 from small_stores import write_store
-from test_data import FEW, rows_of
+from test_data import rows_of
 from test_evaluate import Even, evaluation_of
 from test_plan import assert_is_forecast, check_steps_follow_from_the_clock, plan
 
@@ -109,7 +109,7 @@ a_weight = st.just(0) | st.integers(1, 100) | st.floats(1e-9, 1e9)
 weights = st.lists(a_weight, min_size=1, max_size=5).filter(any)
 
 
-@FEW
+@settings(max_examples=40)
 @given(weights, st.integers(0, 2**41), st.integers(40, 300))
 def test_after_any_number_of_draws_each_store_has_its_share(weights, first, count):
     """Draws of a store are numbered without gaps, and do not depend on which are computed."""

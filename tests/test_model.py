@@ -127,7 +127,7 @@ def test_a_batch_without_targets_has_loss_0_and_no_nan(kind, pos):
 # The mask
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(-1, 3), min_size=1, max_size=12))
 def test_the_attention_mask_allows_the_same_document_and_itself(row):
     doc_ids = torch.tensor([row, row[::-1]])

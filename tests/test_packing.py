@@ -118,7 +118,7 @@ def test_patterns_that_fill_a_row_equal_examples_worked_by_hand():
 
 
 @pytest.mark.parametrize("packer", PACKERS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(counts=histograms(), max_per_row=depths, seed=st.integers(0, 99))
 def test_rows_hold_every_document_once(packer, counts, max_per_row, seed):
     """They also follow the patterns."""
@@ -135,7 +135,6 @@ def test_rows_hold_every_document_once(packer, counts, max_per_row, seed):
     assert rows == [pattern for pattern, n in patterns.items() for _ in range(n)]
 
 
-@settings(max_examples=50, deadline=None)
 @given(histograms(longest=40), depths)
 def test_greedy_packers_need_no_more_rows_than_published_ones(counts, most):
     """test_lesson.py compares all rows of lpfhp with those of best fit."""

@@ -81,7 +81,7 @@ def test_learning_and_encoding_equal_the_worked_example(tmp_path):
     assert encoding.encode_ordinary("aaabdaaabac") == [258, ord("d"), 258, ord("a"), ord("c")]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.text("ab-", min_size=1, max_size=30), min_size=1), st.integers(256, 264))
 @example(["a" * n for n in range(1, 40)], 266)  # aaaa+a and aa+aaa spell one token
 @example(TEXTS[:20], 290)
@@ -99,7 +99,6 @@ def test_learned_ranks_equal_the_definition_whatever_the_order_of_texts(texts, n
 # --- encoding
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.sampled_from([PD4K, BYTES, LLAMA3]), texts | st.text(max_size=40))
 @example(PD4K, " " * 1_000_000 + "x")  # overflows the stack with GPT-2's original pattern
 def test_any_text_decodes_to_itself_and_its_bytes_are_counted(encoding, text):
@@ -108,7 +107,7 @@ def test_any_text_decodes_to_itself_and_its_bytes_are_counted(encoding, text):
     assert tokenizer.byte_lengths(encoding)[ids].sum() == len(text.encode())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(texts)
 @example(TEXTS[0])
 @example("it's DON'T ...\n\n\r\n  12345 \n x=1;\n")
