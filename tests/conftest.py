@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from multiprocessing import Process, get_context, set_forkserver_preload
 from pathlib import Path
@@ -149,10 +149,14 @@ def start_ranks(
 
 
 def free_port() -> str:
-    """Return a port below 32,768: from there on Linux gives ports to other tests' connections."""
-    port = SystemRandom().randrange(20_000, 32_000)
-    with socket.create_server(("127.0.0.1", port)):
-        return str(port)
+    """Return a port below 32,768: from there on Linux gives ports to other tests' connections.
+
+    Each process draws from ports of its own: nobody listens on them before the ranks do.
+    """
+    while True:
+        port = SystemRandom().randrange(20_000 + os.getpid() % 64, 32_000, 64)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return str(port)
 
 
 def run_rank(rank: int, ranks: int, port: str, cwd: Path, work: Callable, runs: tuple) -> None:

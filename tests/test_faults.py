@@ -90,11 +90,8 @@ def exit_statuses(processes: list[Process], seconds: float) -> list[int | None]:
     return statuses
 
 
-RANKS = [(1, "", 0.3), (2, "", 0.3), (2, "--fsdp", 2)]
-
-
 @pytest.mark.parametrize(("moment", "times"), [("start", TIMES), ("finish", TIMES // 4)])
-@pytest.mark.parametrize(("ranks", "more", "seconds"), RANKS)
+@pytest.mark.parametrize("ranks, more, seconds", [(1, "", 0.3), (2, "", 0.3), (2, "--fsdp", 2)])
 def test_randomly_killed_runs_end_the_same(ranks, more, seconds, moment, times, place):
     """The command has --resume auto. It is repeated until it ends without being killed.
 
