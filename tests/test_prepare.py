@@ -513,4 +513,4 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
     printed = subprocess.check_output([sys.executable, "-c", command, *files], cwd=ROOT, text=True)
     small, large = (1024 * int(kib) for kib in re.findall(r"VmHWM:\s+(\d+) kB", printed))
     few, many = (Path(f"{file}-store/tokens.bin").stat().st_size for file in files)
-    assert large - small - (many - few) < 80e6, "the text is 96 MB more, and 20 to 50 are normal"
+    assert large - small - (many - few) < 60 << 20, "the text is 96 MB more, overlap's hashes 20 MB"
